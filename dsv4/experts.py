@@ -1,0 +1,34 @@
+"""Mixture of experts: routed experts plus the shared expert. Spec section 9."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsv4 import ops
+from dsv4.collectives import psum
+from dsv4.context import Ctx
+from dsv4.norm import wide
+from dsv4.params import Mlp, Moe
+from dsv4.route import route
+
+
+def shared(p: Mlp, x_TD: Tensor, limit: float) -> Tensor:
+    """The shared expert. [T, D]"""
+    a = ops.activate(F.linear(x_TD, p.w1), F.linear(x_TD, p.w3), limit)
+    return F.linear(a.to(x_TD.dtype), p.w2)
+
+
+def moe(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Output [T, D] and the experts chosen [T, K]. The sum over experts is wide, rounded once."""
+    limit = ctx.cfg.swiglu_limit
+    weights, chosen = route(p, x_TD, tokens_T, ctx)
+    routed = ops.Experts(w1=p.w1, w3=p.w3, w2=p.w2, limit=limit)
+    y = psum(ctx.ops.experts(x_TD, weights, chosen, routed), "ep", ctx.mesh)
+    return (y + wide(shared(p.shared, x_TD, limit))).to(x_TD.dtype), chosen
+
+
+def load(chosen_TK: Tensor, real_T: Tensor, experts: int) -> Tensor:
+    """How many real tokens were routed to each expert. [X] int32"""
+    ones = real_T[:, None].expand_as(chosen_TK).to(torch.int32)
+    counts = torch.zeros(experts, dtype=torch.int32, device=chosen_TK.device)
+    return counts.scatter_add(0, chosen_TK.flatten(), ones.flatten())

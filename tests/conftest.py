@@ -1,0 +1,32 @@
+"""One thread, fixed seeds, hypothesis settings, and no dynamo state carried between modules."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("dsv4", deadline=None, max_examples=25)
+settings.register_profile(
+    "dsv4-ci", deadline=None, max_examples=25, derandomize=True, database=None, print_blob=True
+)
+settings.load_profile("dsv4-ci" if os.environ.get("CI") else "dsv4")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Once per test function, not per hypothesis example: properties draw their own seed."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _reset_dynamo() -> Iterator[None]:
+    """Forget compiled code after each module that used dynamo; never import it for that."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
