@@ -1,6 +1,7 @@
 """DeepSeek V4 as pure functions over parameter pytrees.
 
-Start at `model.py` (`step`, `forward`), then `params.py` (every tensor that exists), `state.py`
+Start at `model.py` (`step`, `forward`), then `params.py` and `table.py` (every tensor
+that exists), `state.py`
 (every cache that exists), `batch.py` (what one step is told), `layer.py`, and the layers it calls.
 
 Four invariants

@@ -3,8 +3,8 @@
 import dataclasses
 
 from dsv4.config import Config
-from dsv4.mesh import Mesh
-from dsv4.ops import Ops
+from dsv4.mesh import ONE, Mesh
+from dsv4.ops import PLAIN, Ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +16,6 @@ class Ctx:
     """
 
     cfg: Config
-    mesh: Mesh = Mesh()
-    ops: Ops = Ops()
+    mesh: Mesh = ONE
+    ops: Ops = PLAIN
     qat: bool = False

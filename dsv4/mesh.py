@@ -45,6 +45,9 @@ class Mesh:
                 )
 
 
+ONE = Mesh()
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """Which mesh axis each logical axis is cut over; a logical axis not named is replicated."""

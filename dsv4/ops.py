@@ -76,3 +76,6 @@ class Ops:
     write_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = write_rows
     pick: Callable[[Tensor, int], Tensor] = pick
     experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor] = experts
+
+
+PLAIN = Ops()

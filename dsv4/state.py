@@ -97,30 +97,27 @@ def ring_rows(plan: LayerPlan, drafts: int) -> int:
     return plan.overlap * plan.rate + drafts
 
 
+def _leaf(shape: tuple[int, int], kind: str, wide: bool = False) -> Any:
+    # Any, not PoolLeaf: the spec tree has the pool tree's types.
+    return PoolLeaf(shape=shape, axes=P("seqs", None), kind=kind, wide=wide)
+
+
 def _entries(plan: LayerPlan, width: int, sizes: PoolSizes, kind: str) -> Entries:
     c, r = plan.overlap, plan.rate
     rows = sizes.history_pages * (sizes.page_tokens // r)
     ring = sizes.slots * ring_rows(plan, sizes.drafts)
-    axes = P("seqs", None)
-    header = PoolLeaf(
-        shape=(sizes.window_pages * r, 2 * width), axes=axes, kind="overlap", wide=True
-    )
+    header = _leaf((sizes.window_pages * r, 2 * width), "overlap", wide=True)
     return Entries(
-        rows=PoolLeaf(shape=(rows, width), axes=axes, kind=kind),  # pyright: ignore
-        ring=PoolLeaf(shape=(ring, 2 * c * width), axes=axes, kind="open inputs", wide=True),  # pyright: ignore
-        header=header if c == 2 else None,  # pyright: ignore
+        rows=_leaf((rows, width), kind),
+        ring=_leaf((ring, 2 * c * width), "open inputs", wide=True),
+        header=header if c == 2 else None,
     )
 
 
 def _layer_pool(cfg: Config, plan: LayerPlan, sizes: PoolSizes) -> LayerPool:
-    window = PoolLeaf(
-        shape=(sizes.window_pages * sizes.page_tokens, cfg.head_dim),
-        axes=P("seqs", None),
-        kind="window",
-    )
     indexed = plan.kind is Kind.CSA
     return LayerPool(
-        window=window,  # pyright: ignore
+        window=_leaf((sizes.window_pages * sizes.page_tokens, cfg.head_dim), "window"),
         compressed=_entries(plan, cfg.head_dim, sizes, "compressed") if plan.rate else None,
         keys=_entries(plan, cfg.index_dim, sizes, "index keys") if indexed else None,
     )
