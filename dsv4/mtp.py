@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4 import experts, layer, mhc
 from dsv4.batch import Batch, StepOut
 from dsv4.context import Ctx
+from dsv4.model import fresh, step
 from dsv4.norm import rms, wide
 from dsv4.params import Params
 from dsv4.site import Site, turn
@@ -44,3 +45,16 @@ def draft(
     load = experts.load(chosen, batch.seq > 0, cfg.experts)
     out = StepOut(logits=F.linear(wide(y), params.head), hidden=h, load=load[None])
     return out, dataclasses.replace(pools, mtp=pool)
+
+
+def forward(params: Params, tokens_BS: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Logits of the backbone and of the draft module at every position, both [B, S, V] wide.
+
+    Both at position q predict token q + 1; the draft's have seen the backbone up to q - 1 and token
+    q. Its position 0 has no streams before it and means nothing. Raises as `model.forward`.
+    """
+    batch, pools = fresh(params, tokens_BS, ctx)
+    out, pools = step(params, pools, batch, ctx)
+    shape = tuple(tokens_BS.shape)
+    drafted, _ = draft(params, pools, out.hidden.roll(1, 0), batch, ctx)
+    return out.logits.unflatten(0, shape), drafted.logits.unflatten(0, shape)
