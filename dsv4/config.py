@@ -141,6 +141,9 @@ class Config:
         return LayerPlan(kind=kind, rate=self.rate(kind), router=router, rope=rope)
 
 
+_ABOVE = (("route_scale", 0), ("swiglu_limit", 0), ("rope_theta", 1), ("compress_theta", 1))
+
+
 def _check(cfg: Config) -> None:
     positive = (
         "vocab dim heads head_dim rope_dim q_rank o_groups o_rank window index_heads index_dim "
@@ -150,10 +153,11 @@ def _check(cfg: Config) -> None:
         value = getattr(cfg, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-    for name in ("route_scale", "swiglu_limit", "rope_theta", "compress_theta"):
+    # A rotary base of 1 has no longest wavelength: YaRN would divide by log(1).
+    for name, floor in _ABOVE:
         value = getattr(cfg, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+        if not (math.isfinite(value) and value > floor):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number above {floor}")
     for name in ("norm_eps", "hc_eps"):
         value = getattr(cfg, name)
         if not (math.isfinite(value) and value >= 0):

@@ -23,6 +23,7 @@ def pick(scores_TE: Tensor, k: int) -> Tensor:
     """Indices of the k largest scores of each row, ascending; ties go to the lower index. [T, k]
 
     Exact under any chunking: the choice depends on the row alone, not on the order of a sort.
+    A row with NaN chooses nothing sensible, but indices that exist: it must not fail its batch.
     """
     kth = scores_TE.topk(k, dim=-1).values[..., -1:]
     above, equal = scores_TE > kth, scores_TE == kth
@@ -30,7 +31,8 @@ def pick(scores_TE: Tensor, k: int) -> Tensor:
     chosen = above | (equal & (equal.cumsum(-1) <= room))
     count = scores_TE.shape[-1]
     order = torch.arange(count, 0, -1, device=scores_TE.device)
-    return count - torch.where(chosen, order, 0).topk(k, dim=-1).values
+    index = count - torch.where(chosen, order, 0).topk(k, dim=-1).values
+    return index.clamp(max=count - 1)
 
 
 def activate(g: Tensor, u: Tensor, limit: float) -> Tensor:

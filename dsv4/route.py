@@ -17,8 +17,8 @@ def log_scores(logits_TX: Tensor) -> Tensor:
     z = logits_TX
     low = z.clamp(max=-15.0)
     high = z.clamp(min=-15.0)
-    softplus = high.clamp(min=0) + torch.log1p(torch.exp(-high.abs()))
-    return 0.5 * torch.where(z < -15.0, low - 0.5 * torch.exp(low), torch.log(softplus))
+    tail = low - 0.5 * torch.exp(low)
+    return 0.5 * torch.where(z < -15.0, tail, torch.log(F.softplus(high, threshold=40.0)))
 
 
 def route(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

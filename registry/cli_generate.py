@@ -1,0 +1,242 @@
+"""`dsv4 generate`: text from a model on disk."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from registry.model import CompiledModel
+    from registry.tokenizer import Tokenizer
+    from runtime.engine import Engine
+    from runtime.request import Logprobs, Request
+
+_AT_ONCE = 16  # prompts that run at the same time; the others wait
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `dsv4 generate`."""
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="model directory; default: the built-in model")
+    add("--prompt", metavar="TEXT", nargs="+", action="extend", help="one or more prompts")
+    add(
+        "--token-ids",
+        metavar="1,2,3",
+        nargs="+",
+        action="extend",
+        help="prompts as token ids, used as they are (no BOS is added)",
+    )
+    add("--no-bos", action="store_true", help="do not begin text prompts with the BOS token")
+    add("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    add("--temperature", metavar="T", type=float, default=0.0, help="0, the default, is greedy")
+    add("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest; 0: all")
+    add("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest with mass P")
+    add("--min-p", metavar="P", type=float, default=0.0, help="relative to the likeliest")
+    add("--seed", metavar="N", type=int, default=0, help="of every prompt; default: %(default)s")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; repeatable")
+    add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    add("--chunk", metavar="N", type=int, default=512, help="prompt tokens per step [%(default)s]")
+    add("--dtype", default="float32", choices=("bfloat16", "float32", "float64"))
+    add("--threads", metavar="N", type=int, help="CPU threads; default: torch's choice")
+    add("--logprobs", metavar="N", type=int, help="of each token and of the N likeliest")
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """One prompt of the command line."""
+
+    text: str | None
+    ids: list[int]
+
+    @property
+    def label(self) -> str:
+        shown = self.text if self.text is not None else ",".join(map(str, self.ids))
+        return repr(shown if len(shown) <= 60 else shown[:57] + "...")
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ValueError(f"--token-ids {text!r}: write whole numbers with commas: 1,2,3") from None
+    if not ids:
+        raise ValueError(f"--token-ids {text!r} is empty; a prompt has at least one token")
+    return ids
+
+
+def _prompts(
+    args: argparse.Namespace, folder: Path, tokenizer: "Tokenizer | None", bos: int | None
+) -> list[_Prompt]:
+    """Every prompt in token ids, texts first. Raises ValueError for an empty one."""
+    out = []
+    for text in args.prompt or []:
+        if not text:
+            raise ValueError("the prompt is empty; give it at least one character")
+        if any("\ud800" <= c <= "\udfff" for c in text):  # how Python shows bytes of no encoding
+            raise ValueError(f"the prompt {text!a} is not valid UTF-8")
+        if tokenizer is None:
+            raise ValueError(f"{folder} has no tokenizer; give the prompt as --token-ids 1,2,3")
+        ids = tokenizer.encode(text)
+        first = bos if bos is not None else tokenizer.bos
+        if first is not None and not args.no_bos and ids[:1] != [first]:
+            ids = [first, *ids]
+        out.append(_Prompt(text, ids))
+    return out + [_Prompt(None, _parse_ids(text)) for text in args.token_ids or []]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate. Raises ValueError for what the caller must change, before the model is loaded."""
+    start_s = time.perf_counter()
+    import torch
+
+    from registry import builtin_model, tokenizer
+    from registry.build import build, read_config, resolve
+    from registry.registry import default_registry
+    from runtime.request import Limits, Request, Sampling
+
+    if not args.prompt and not args.token_ids:
+        raise ValueError("nothing to generate from: give --prompt TEXT or --token-ids 1,2,3")
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads is {args.threads}; it must be at least 1")
+        torch.set_num_threads(args.threads)
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    limits = Limits(
+        max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), ignore_eos=args.ignore_eos
+    )
+    folder = Path(args.model) if args.model is not None else builtin_model.path()
+    cfg = resolve(read_config(folder), None, default_registry()).reading.cfg
+    words = tokenizer.load(folder)
+    prompts = _prompts(args, folder, words, cfg.bos)
+    requests = [
+        Request(prompt=p.ids, sampling=sampling, limits=limits, logprobs=args.logprobs)
+        for p in prompts
+    ]
+    for request in requests:
+        request.check(cfg)
+    model = build(folder, dtype=getattr(torch, args.dtype), drafts=False)
+    engine = _engine(model, requests, args.chunk, words)
+    load_s = time.perf_counter() - start_s
+    if args.json:
+        engine.generate(requests)
+        facts = _facts(args, folder, model, engine, load_s)
+        facts["outputs"] = [_output(p, r) for p, r in zip(prompts, requests, strict=True)]
+        print(json.dumps(facts, ensure_ascii=False))
+        return 0
+    _show(prompts, requests, engine, words)
+    print(_summary(engine, requests), file=sys.stderr)
+    return 0
+
+
+def _engine(
+    model: "CompiledModel", requests: "Sequence[Request]", chunk: int, words: "Tokenizer | None"
+) -> "Engine":
+    """An engine with pools for the longest of these requests, `_AT_ONCE` at a time."""
+    from runtime.engine import Engine
+    from runtime.pages import fit
+
+    if chunk < 1:
+        raise ValueError(f"--chunk is {chunk}; it must be at least 1 token")
+    cfg = model.cfg
+    lengths = sorted((r.longest(cfg) for r in requests), reverse=True)[:_AT_ONCE]
+    sizes = fit(cfg, lengths, most=min(chunk, lengths[0]))
+    return Engine(model, sizes, chunk=chunk, decode=words.decode if words else None)
+
+
+def _show(
+    prompts: Sequence[_Prompt],
+    requests: "Sequence[Request]",
+    engine: "Engine",
+    words: "Tokenizer | None",
+) -> None:
+    """Stream one prompt as it comes; print several as labelled blocks."""
+    if len(requests) == 1:
+        for event in engine.stream(requests[0]):
+            shown = event.text if words else "".join(f"{t} " for t in event.tokens)
+            print(shown, end="", flush=True)
+        print()
+        _show_logprobs(requests[0], words)
+        return
+    engine.generate(requests)
+    for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True), start=1):
+        print(f"== {i}: {prompt.label}")
+        print(request.text if words else " ".join(map(str, request.output)))
+        _show_logprobs(request, words)
+
+
+def _show_logprobs(request: "Request", words: "Tokenizer | None") -> None:
+    def name(token: int) -> str:
+        return f"{token} {words.decode([token])!r}" if words else str(token)
+
+    for token, score in zip(request.output, request.scores, strict=False):
+        rest = "".join(f"  [{name(t)} {v:.4f}]" for t, v in score.top)
+        print(f"{name(token)} {score.token:.4f}{rest}")
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def _summary(engine: "Engine", requests: "Sequence[Request]") -> str:
+    m = engine.meter
+    first_s = min(r.first_s - r.added_s for r in requests)
+    parts = [f"time to first token {first_s * 1000:.0f} ms"]
+    for name, tokens, seconds in (
+        ("prefill", m.prefill_tokens, m.prefill_s),
+        ("decode", m.decode_tokens, m.decode_s),
+    ):
+        rate = _rate(tokens, seconds)
+        if rate is not None:
+            parts.append(f"{name} {tokens} tokens at {rate:.1f} tokens/s")
+    return "; ".join(parts)
+
+
+def _facts(
+    args: argparse.Namespace,
+    folder: Path,
+    model: "CompiledModel",
+    engine: "Engine",
+    load_s: float,
+) -> dict[str, Any]:
+    m = engine.meter
+    return {
+        "model": str(folder),
+        "architecture": model.architecture,
+        "dtype": args.dtype,
+        "timings": {
+            "load_s": load_s,
+            **dataclasses.asdict(m),
+            "prefill_tokens_per_s": _rate(m.prefill_tokens, m.prefill_s),
+            "decode_tokens_per_s": _rate(m.decode_tokens, m.decode_s),
+        },
+    }
+
+
+def _output(prompt: _Prompt, request: "Request") -> dict[str, Any]:
+    def listed(score: "Logprobs", token: int) -> dict[str, Any]:
+        top = [{"token_id": t, "logprob": v} for t, v in score.top]
+        return {"token_id": token, "logprob": score.token, "top": top}
+
+    return {
+        "prompt": prompt.text,
+        "prompt_token_ids": prompt.ids,
+        "token_ids": request.output,
+        "text": request.text if request.stream is not None else None,
+        "logprobs": None
+        if request.logprobs is None
+        else [listed(s, t) for s, t in zip(request.scores, request.output, strict=True)],
+        "finish_reason": request.finish,
+        "time_to_first_token_s": request.first_s - request.added_s,
+        "total_s": request.finished_s - request.added_s,
+    }

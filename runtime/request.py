@@ -1,0 +1,200 @@
+"""What a caller asks for, and how far it has come. Host data only.
+
+`Sampling` and `Limits` are frozen and refuse nonsense by field, value and range. A `Request` is
+written by `Scheduler` alone once it has been added.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dsv4.config import Config
+from runtime.pages import Held
+from runtime.text import Decode, TextStream
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    if not ok or value < low or (high is not None and value > high):
+        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
+
+
+def _real(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not ok or not math.isfinite(value) or (above and value == low):
+        start = f"above {low:g}" if above else f"from {low:g}"
+        limit = "finite" if high == math.inf else f"at most {high:g}"
+        raise ValueError(f"{name} is {value!r}; it must be a number {start}, {limit}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. The seed fixes them whatever else runs at the same time."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming the field, the value and what is allowed."""
+        _real("temperature", self.temperature, 0, math.inf)
+        _whole("top_k", self.top_k, 0)
+        _real("top_p", self.top_p, 0, 1, above=True)
+        _real("min_p", self.min_p, 0, 1)
+        _whole("seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When generation ends. The model's EOS, stop ids and stop strings are not part of the text."""
+
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming the field, the value and what is allowed."""
+        _whole("max_new_tokens", self.max_new_tokens, 1)
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0)
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    NEW = "new"  # not added to an engine
+    WAITING = "waiting"  # for a slot and pages
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of the model at one generated token, before temperature and filters."""
+
+    token: float
+    top: tuple[tuple[int, float], ...]  # the likeliest (token id, value), descending
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """One token that a step produced for a request."""
+
+    token: int
+    logprobs: Logprobs | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What one step brought one request."""
+
+    request: "Request"
+    tokens: tuple[int, ...]
+    text: str  # that can be shown now; "" without a detokenizer
+    logprobs: tuple[Logprobs, ...]  # one per token, or empty if not asked for
+    finish: str | None  # "eos", "stop", "length" or "abort" in the last event
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Request:
+    """One prompt and what is generated from it."""
+
+    prompt: Sequence[int]  # token ids
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    logprobs: int | None = None  # None: none; n: of the chosen token and of the n likeliest
+
+    id: int = -1  # given by the engine
+    status: Status = Status.NEW
+    tokens: list[int] = dataclasses.field(default_factory=list)  # prompt and output
+    computed: int = 0  # leading tokens whose state is in the pools
+    room: int = 0  # tokens it may come to hold state of
+    held: Held | None = None
+    text: str = ""  # shown so far
+    stream: TextStream | None = None
+    scores: list[Logprobs] = dataclasses.field(default_factory=list)  # one per output token
+    finish: str | None = None
+    added_s: float = 0.0  # time.perf_counter at add, first token and end
+    first_s: float = 0.0
+    finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an empty prompt or a bad count of logprobs."""
+        if len(self.prompt) == 0:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0)
+        self.tokens = [int(t) for t in self.prompt]
+
+    @property
+    def output(self) -> list[int]:
+        """The generated token ids, a final EOS or stop token included."""
+        return self.tokens[len(self.prompt) :]
+
+    def check(self, cfg: Config) -> None:
+        """Raise ValueError for what this model can never serve."""
+        if self.status is not Status.NEW:
+            raise ValueError(f"request {self.id} was added before; make a new one")
+        listed = (
+            ("token id", self.tokens),
+            ("stop token id", self.limits.stop_token_ids),
+        )
+        for name, tokens in listed:
+            for token in tokens:
+                if not 0 <= token < cfg.vocab:
+                    raise ValueError(
+                        f"{name} {token} is out of range; the vocabulary has ids 0 to "
+                        f"{cfg.vocab - 1}"
+                    )
+        if len(self.tokens) > cfg.max_positions:
+            raise ValueError(
+                f"the prompt has {len(self.tokens)} tokens; the model's limit "
+                f"(max_position_embeddings) is {cfg.max_positions}"
+            )
+        if self.logprobs is not None and self.logprobs > cfg.vocab:
+            raise ValueError(f"logprobs is {self.logprobs}; the vocabulary has {cfg.vocab} entries")
+
+    def longest(self, cfg: Config) -> int:
+        """Tokens whose state the request can come to need. The last token's never is."""
+        return min(len(self.prompt) + self.limits.max_new_tokens - 1, cfg.max_positions)
+
+    def open_text(self, decode: Decode | None) -> None:
+        """Start the text. Raises ValueError for stop strings without a detokenizer."""
+        if decode is not None:
+            self.stream = TextStream(decode, self.limits.stop)
+        elif self.limits.stop:
+            raise ValueError(
+                f"stop is {self.limits.stop!r}; stop strings need a tokenizer, which this engine "
+                f"does not have: use stop_token_ids"
+            )
+
+    def append(self, sampled: Sampled, cfg: Config) -> str:
+        """Take one generated token; sets `finish` if it is the last. Returns text to show."""
+        token, limits = sampled.token, self.limits
+        self.tokens.append(token)
+        if sampled.logprobs is not None:
+            self.scores.append(sampled.logprobs)
+        if token in limits.stop_token_ids:
+            self.finish = "stop"
+        elif token in cfg.eos and not limits.ignore_eos:
+            self.finish = "eos"
+        shown, stop = "", None
+        if self.stream is not None and self.finish is None:
+            shown, stop = self.stream.push(token)
+        if stop is None and self.finish is None and len(self.tokens) > self.room:
+            self.finish = "length"
+        if self.stream is not None and self.finish is not None:
+            rest, stop = self.stream.close()
+            shown += rest
+        if stop is not None:
+            self.finish = "stop"
+        self.text += shown
+        return shown
