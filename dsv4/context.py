@@ -19,3 +19,7 @@ class Ctx:
     mesh: Mesh = ONE
     ops: Ops = PLAIN
     qat: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a mesh that this version cannot run."""
+        self.mesh.check()

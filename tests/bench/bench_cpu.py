@@ -168,7 +168,9 @@ def main() -> None:
                 lambda n=seqs, kv=held: theirs(after[:n], past_key_values=kv, use_cache=True),
                 3 * args.rounds,
             )
-            result[f"decode batch {seqs}"] = line(t, seqs, step_bytes(cfg, params, seqs) / bandwidth)
+            result[f"decode batch {seqs}"] = line(
+                t, seqs, step_bytes(cfg, params, seqs) / bandwidth
+            )
     print(json.dumps(result, indent=1))
 
 
