@@ -61,7 +61,7 @@ def written(model: CompiledModel, ids: Tensor, prompts: int = 16, tokens: int = 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=Path("registry/builtin"))
     parser.add_argument("--dtype", default="bfloat16")
