@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from registry.generation_config import GENERATION_CONFIG, sampling_defaults
+
 if TYPE_CHECKING:
     from registry.model import CompiledModel
     from registry.tokenizer import Tokenizer
@@ -32,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-bos", action="store_true", help="do not begin text prompts with the BOS token")
     add("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
-    add("--temperature", metavar="T", type=float, default=0.0, help="0, the default, is greedy")
-    add("--top-k", metavar="K", type=int, default=0, help="draw from the K likeliest; 0: all")
-    add("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest with mass P")
-    add("--min-p", metavar="P", type=float, default=0.0, help="relative to the likeliest")
+    add("--temperature", metavar="T", type=float, help="0 is greedy; default: the model's, or 0")
+    add("--top-k", metavar="K", type=int, help="draw from the K likeliest; 0: all")
+    add("--top-p", metavar="P", type=float, help="draw from the likeliest with mass P")
+    add("--min-p", metavar="P", type=float, help="relative to the likeliest")
     add("--seed", metavar="N", type=int, default=0, help="of every prompt; default: %(default)s")
     add("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; repeatable")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     add("--chunk", metavar="N", type=int, default=512, help="prompt tokens per step [%(default)s]")
-    add("--dtype", default="float32", choices=("bfloat16", "float32", "float64"))
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))
     add("--threads", metavar="N", type=int, help="CPU threads; default: torch's choice")
     add("--logprobs", metavar="N", type=int, help="of each token and of the N likeliest")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
@@ -105,17 +107,13 @@ def run(args: argparse.Namespace) -> int:
         if args.threads < 1:
             raise ValueError(f"--threads is {args.threads}; it must be at least 1")
         torch.set_num_threads(args.threads)
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    )
     limits = Limits(
         max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), ignore_eos=args.ignore_eos
     )
     folder = Path(args.model) if args.model is not None else builtin_model.path()
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    settings = sampling_defaults(folder) | {n: v for n, v in given.items() if v is not None}
+    sampling = Sampling(**settings, seed=args.seed)
     cfg = resolve(read_config(folder), None, default_registry()).reading.cfg
     words = tokenizer.load(folder)
     prompts = _prompts(args, folder, words, cfg.bos)
@@ -130,12 +128,12 @@ def run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - start_s
     if args.json:
         engine.generate(requests)
-        facts = _facts(args, folder, model, engine, load_s)
+        facts = _facts(args, model, engine, requests, load_s)
         facts["outputs"] = [_output(p, r) for p, r in zip(prompts, requests, strict=True)]
         print(json.dumps(facts, ensure_ascii=False))
         return 0
     _show(prompts, requests, engine, words)
-    print(_summary(engine, requests), file=sys.stderr)
+    print(f"{_summary(engine, requests)}; {_told(settings, given)}", file=sys.stderr)
     return 0
 
 
@@ -184,6 +182,15 @@ def _show_logprobs(request: "Request", words: "Tokenizer | None") -> None:
         print(f"{name(token)} {score.token:.4f}{rest}")
 
 
+def _told(settings: dict[str, Any], given: dict[str, Any]) -> str:
+    """The settings in use, and where each comes from."""
+    told = [
+        f"{name} {value} ({'given' if given[name] is not None else GENERATION_CONFIG})"
+        for name, value in settings.items()
+    ]
+    return ", ".join(told) or "greedy"
+
+
 def _rate(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if tokens and seconds > 0 else None
 
@@ -204,16 +211,17 @@ def _summary(engine: "Engine", requests: "Sequence[Request]") -> str:
 
 def _facts(
     args: argparse.Namespace,
-    folder: Path,
     model: "CompiledModel",
     engine: "Engine",
+    requests: "Sequence[Request]",
     load_s: float,
 ) -> dict[str, Any]:
     m = engine.meter
     return {
-        "model": str(folder),
+        "model": str(model.source),
         "architecture": model.architecture,
         "dtype": args.dtype,
+        "sampling": dataclasses.asdict(requests[0].sampling),
         "timings": {
             "load_s": load_s,
             **dataclasses.asdict(m),

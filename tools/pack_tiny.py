@@ -19,6 +19,14 @@ from dsv4.tree import from_paths, paths
 from runtime.save import save
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+# A model this small repeats itself when it is greedy.
+GENERATION = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def released(params: Params, cfg: config.Config) -> Params:
@@ -48,8 +56,10 @@ def main() -> None:
     for old in args.out.glob("*.safetensors"):
         old.unlink()
     save(params, cfg, args.out, dtype=torch.bfloat16)
-    text = json.dumps(config_json.write(cfg), indent=2) + "\n"
-    (args.out / "config.json").write_text(text, encoding="utf-8")
+    texts = {"config.json": config_json.write(cfg), "generation_config.json": GENERATION}
+    for name, content in texts.items():
+        text = json.dumps(content, indent=2) + "\n"
+        (args.out / name).write_text(text, encoding="utf-8")
     for name in TOKENIZER_FILES:
         shutil.copyfile(args.tokenizer / name, args.out / name)
     total = sum(f.stat().st_size for f in args.out.iterdir())

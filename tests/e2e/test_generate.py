@@ -209,3 +209,28 @@ def test_one_clear_line(
     assert len(err.splitlines()) == 1
     assert err.startswith("dsv4: error: ")
     assert message in err
+
+
+def test_the_model_says_how_to_sample(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    asked = tmp_path / "generation_config.json"
+    base = ("--model", tmp_path, "--prompt", "In the", "--max-new-tokens", "2")
+    asked.write_text('{"do_sample": true, "top_p": 0.5, "top_k": null}')
+    got = as_json(capsys, *base)["sampling"]
+    assert (got["temperature"], got["top_p"], got["top_k"]) == (1.0, 0.5, 0)
+    got = as_json(capsys, *base, "--temperature", "0.25")["sampling"]
+    assert (got["temperature"], got["top_p"]) == (0.25, 0.5)
+    told = generate(capsys, *base, "--temperature", "0.25")[2]
+    assert "temperature 0.25 (given), top_p 0.5 (generation_config.json)" in told
+    asked.write_text('{"do_sample": false, "temperature": 0.9}')
+    assert as_json(capsys, *base)["sampling"]["temperature"] == 0.0
+    assert "greedy" in generate(capsys, *base)[2]
+    for bad, word in (("[", "cannot be read as JSON"), ("[]", "holds a list"),
+                      ('{"do_sample": true, "top_p": 7}', "top_p is 7")):  # fmt: skip
+        asked.write_text(bad)
+        code, out, err = generate(capsys, *base)
+        assert (code, out) == (2, "")
+        assert word in err

@@ -166,7 +166,6 @@ def test_what_we_save_loads_in_transformers(tmp_path: Path, family: str, shard_b
 
 def test_released_formats_load_alike_in_both(tmp_path: Path) -> None:
     """fp8 and fp4 decoded by transformers' code; it needs `accelerate` for that."""
-    pytest.importorskip("accelerate")
     save(draw(), CFG, tmp_path, quantise=True)
     state = from_transformers(tmp_path, LEGACY | RELEASED)
     assert differing(load(tmp_path, CFG, F32)[0], state) == []
