@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     start_s = time.perf_counter()
     import torch
 
-    from registry import builtin_model, tokenizer
+    from registry import builtin_model, cli_progress, tokenizer
     from registry.build import build, read_config, resolve
     from registry.registry import default_registry
     from runtime.request import Limits, Request, Sampling
@@ -123,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     for request in requests:
         request.check(cfg)
-    model = build(folder, dtype=getattr(torch, args.dtype), drafts=False)
+    model = build(
+        folder, dtype=getattr(torch, args.dtype), drafts=False, progress=cli_progress.bar("loading")
+    )
     engine = _engine(model, requests, args.chunk, words)
     load_s = time.perf_counter() - start_s
     if args.json:

@@ -37,9 +37,7 @@ def test_room_is_needed(kinds: str, rate: int, drafts: int) -> None:
     The guard of the property above: it must be able to fail.
     """
     cfg = tiny.short(kinds, 0, mtp=0, window=8)
-    setting = world.Setting(
-        cfg=cfg, params=tiny.params(cfg, 0, torch.float64), page_tokens=32, block=4, seed=0
-    )
+    setting = world.Setting(cfg=cfg, page_tokens=32, block=4, seed=0)
     (tokens,) = prompts(setting, 24)
     want, _ = alone(setting, tokens)
 
