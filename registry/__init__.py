@@ -5,6 +5,6 @@ architecture names, `registry.py` answers questions about it and takes registrat
 `architecture.py` decides which name a config.json is of; `model.py` is what a builder is told and
 returns, `deepseek_v4.py` builds, `build.py` is the way in. `explain.py` says what would run and
 why; `cli*.py` is the command `dsv4`; `builtin/` holds the model files that ship with it. Names are
-data: a refusal tells the field, the value, what is
-allowed and the remedy, before anything is allocated.
+data: a refusal tells the field, the value, what is allowed and the remedy, before anything is
+allocated.
 """
