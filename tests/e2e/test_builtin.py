@@ -75,8 +75,8 @@ def test_it_learned_the_language(shipped: CompiledModel) -> None:
         losses.append(F.cross_entropy(main[0, :-1], ids[0, 1:], reduction="none"))
         agreed.append((main.argmax(-1) == draft.argmax(-1))[0, 1:])
     perplexity = math.exp(torch.cat(losses).mean())
-    assert perplexity < 40
-    assert torch.cat(agreed).double().mean() > 0.5  # greedy acceptance of one draft
+    assert perplexity < 21
+    assert torch.cat(agreed).double().mean() > 0.7  # greedy acceptance of one draft
 
 
 def test_the_front_page_command(capsys: pytest.CaptureFixture[str]) -> None:
