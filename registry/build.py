@@ -22,8 +22,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """The parsed config.json of a model directory. Raises ValueError if there is none to read."""
     folder = Path(directory)
     file = folder / "config.json"
+    if not str(directory):  # Path("") would be the working directory
+        raise ValueError("no such model directory: '' (the path is empty)")
     if not folder.exists():
-        raise ValueError(f"no such model directory: {folder}")
+        raise ValueError(f"no such model directory: {directory}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; name the one that holds config.json")
     if not file.is_file():

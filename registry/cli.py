@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import io
 import logging
 import os
 import sys
@@ -100,6 +101,10 @@ def _one_line(error: BaseException) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a terminal without UTF-8 gets escapes, not errors
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(words)
     except SystemExit as done:  # --help and --version

@@ -110,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
     limits = Limits(
         max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), ignore_eos=args.ignore_eos
     )
-    folder = Path(args.model) if args.model is not None else builtin_model.path()
+    source = args.model if args.model is not None else builtin_model.path()
+    folder = Path(source)
     given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     settings = sampling_defaults(folder) | {n: v for n, v in given.items() if v is not None}
     sampling = Sampling(**settings, seed=args.seed)
-    cfg = resolve(read_config(folder), None, default_registry()).reading.cfg
+    cfg = resolve(read_config(source), None, default_registry()).reading.cfg
     words = tokenizer.load(folder)
     prompts = _prompts(args, folder, words, cfg.bos)
     requests = [

@@ -24,7 +24,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; nothing is added."""
-        return self._inner.encode(text, add_special_tokens=False)
+        # Not verbose: it would warn of long texts, and length is for `Request.check` to refuse.
+        return self._inner.encode(text, add_special_tokens=False, verbose=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids. Special tokens, and ids that the files do not know, have none.

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.e2e
 
 # Genesis 40, Psalm 22 and Genesis 20 of the Authorized Version: chapters held out of training.
 HELD_OUT = (
-    "And it came to pass after these things, that the butler of the king of Egypt and his baker had "
-    "offended their lord the king of Egypt.\nAnd Pharaoh was wroth against two of his officers, "
-    "against the chief of the butlers, and against the chief of the bakers.\nAnd he put them in "
-    "ward in the house of the captain of the guard, into the prison, the place where Joseph was "
-    "bound.\nAnd the captain of the guard charged Joseph with them, and he served them: and they "
+    "And it came to pass after these things, that the butler of the king of Egypt and his "
+    "baker had offended their lord the king of Egypt.\nAnd Pharaoh was wroth against two of "
+    "his officers, against the chief of the butlers, and against the chief of the "
+    "bakers.\nAnd he put them in ward in the house of the captain of the guard, into the "
+    "prison, the place where Joseph was bound.\nAnd the captain of the guard charged Joseph "
+    "with them, and he served them: and they "
     "continued a season in ward.",
     "My God, my God, why hast thou forsaken me? why art thou so far from helping me, and from the "
     "words of my roaring?\nO my God, I cry in the day time, but thou hearest not; and in the night "

@@ -167,6 +167,7 @@ def test_token_ids(bare: Path, folder: Path, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         (("--model", "/nowhere", "--prompt", "x"), "no such model directory: /nowhere"),
+        (("--model", "", "--prompt", "x"), "no such model directory: ''"),
         (("--model", "EMPTY", "--prompt", "x"), "holds no config.json"),
         (("--model", "OTHER", "--prompt", "x"), "LlamaForCausalLM"),
         (("--model", "GOOD"), "--prompt"),
