@@ -111,7 +111,8 @@ class Engine:
     def stream(self, request: Request) -> Iterator[Event]:
         """Events of one request until it ends. Everything else in the engine moves on as well.
 
-        Adds the request at once: refusals come from this call. Closing the iterator aborts.
+        Adds the request at once: refusals come from this call. Closing the iterator aborts. Raises,
+        at the end, what the detokenizer raised for this request.
         """
         self.add(request)
         inbox = self._streams[request.id] = deque()
@@ -124,6 +125,8 @@ class Engine:
                     yield inbox.popleft()
                 else:
                     self.step()
+            if request.error is not None:
+                raise request.error
         finally:
             del self._streams[request.id]
             self.abort(request)
@@ -131,7 +134,8 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Request]:
         """Run all requests to their ends; the same requests, in the same order.
 
-        All are checked before any runs: on a refusal none is left behind.
+        All are checked before any runs: on a refusal none is left behind. Raises, when all have
+        ended, what the detokenizer raised for one of them.
         """
         added: list[Request] = []
         try:
@@ -142,6 +146,9 @@ class Engine:
         finally:
             for request in added:
                 self.abort(request)
+        for request in added:
+            if request.error is not None:
+                raise request.error
         return added
 
     def audit(self) -> None:

@@ -100,7 +100,7 @@ class Event:
     tokens: tuple[int, ...]
     text: str  # that can be shown now; "" without a detokenizer
     logprobs: tuple[Logprobs, ...]  # one per token, or empty if not asked for
-    finish: str | None  # "eos", "stop", "length" or "abort" in the last event
+    finish: str | None  # "eos", "stop", "length", "abort" or "error" in the last event
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -122,6 +122,7 @@ class Request:
     stream: TextStream | None = None
     scores: list[Logprobs] = dataclasses.field(default_factory=list)  # one per output token
     finish: str | None = None
+    error: Exception | None = None  # what the detokenizer raised; it ended this request alone
     added_s: float = 0.0  # time.perf_counter at add, first token and end
     first_s: float = 0.0
     finished_s: float = 0.0

@@ -100,8 +100,11 @@ class Scheduler:
         if not request.first_s:
             request.first_s = time.perf_counter()
         for s in sampled:
-            text += request.append(s, self.cfg)
             taken.append(s)
+            try:
+                text += request.append(s, self.cfg)
+            except Exception as error:  # the caller's detokenizer: others must not pay for it
+                request.finish, request.error = "error", error
             if request.finish is not None:
                 self._retire(request)
                 break

@@ -405,3 +405,31 @@ def test_a_step_that_fails_can_be_repeated() -> None:
         e.step()
         e.audit()
     assert request.output == [8, 9, 10, 11]
+
+
+def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        if 43 in ids:
+            raise RuntimeError("no text for 43")
+        return letters(ids)
+
+    def pair() -> list[Request]:
+        return [Request(prompt=p, limits=Limits(max_new_tokens=6)) for p in ([40], [10])]
+
+    e = engine(decode=decode)
+    bad, good = (e.add(r) for r in pair())
+    while not e.idle:
+        e.step()
+        e.audit()
+    assert (bad.finish, good.finish) == ("error", "length")
+    assert bad.output == [41, 42, 43]
+    assert str(bad.error) == "no text for 43"
+    assert good.output == [11, 12, 13, 14, 15, 16]
+    again = pair()
+    with pytest.raises(RuntimeError, match="no text for 43"):
+        e.generate(again)
+    assert again[1].finish == "length"  # raised when all have ended
+    stream = e.stream(pair()[0])
+    with pytest.raises(RuntimeError, match="no text for 43"):
+        list(stream)
+    e.audit()
