@@ -19,7 +19,7 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool)
     if not ok or value < low or (high is not None and value > high):
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} is {value!r}; it must be a whole number {limit}")
+        raise ValueError(f"{name} is {value!r:.60}; it must be a whole number {limit}")
 
 
 def _real(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
@@ -27,7 +27,7 @@ def _real(name: str, value: Any, low: float, high: float, *, above: bool = False
     if not ok or not math.isfinite(value) or (above and value == low):
         start = f"above {low:g}" if above else f"from {low:g}"
         limit = "finite" if high == math.inf else f"at most {high:g}"
-        raise ValueError(f"{name} is {value!r}; it must be a number {start}, {limit}")
+        raise ValueError(f"{name} is {value!r:.60}; it must be a number {start}, {limit}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
