@@ -7,6 +7,7 @@ written by `Scheduler` alone once it has been added.
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,9 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 def _real(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not ok or not math.isfinite(value) or (above and value == low):
+    if not ok or value > sys.float_info.max or (above and value == low):
         start = f"above {low:g}" if above else f"from {low:g}"
-        limit = "finite" if high == math.inf else f"at most {high:g}"
+        limit = f"at most {min(high, sys.float_info.max):g}"
         raise ValueError(f"{name} is {value!r:.60}; it must be a number {start}, {limit}")
 
 

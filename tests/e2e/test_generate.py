@@ -230,8 +230,11 @@ def test_the_model_says_how_to_sample(
     assert as_json(capsys, *base)["sampling"]["temperature"] == 0.0
     assert "greedy" in generate(capsys, *base)[2]
     for bad, word in (("[", "cannot be read as JSON"), ("[]", "holds a list"),
-                      ('{"do_sample": true, "top_p": 7}', "top_p is 7")):  # fmt: skip
+                      ('{"do_sample": true, "top_p": 7}', "top_p is 7"),
+                      ('{"do_sample": true, "temperature": 1' + "0" * 400 + "}", "at most"),
+                      ('{"do_sample": true, "temperature": NaN}', "temperature is nan")):  # fmt: skip
         asked.write_text(bad)
         code, out, err = generate(capsys, *base)
         assert (code, out) == (2, "")
         assert word in err
+        assert len(err) < 300
