@@ -45,6 +45,8 @@ def step(params: Params, pools: Pools, batch: Batch, ctx: Ctx) -> tuple[StepOut,
 def fresh(params: Params, tokens_BS: Tensor, ctx: Ctx, block: int = 64) -> tuple[Batch, Pools]:
     """One batch of whole sequences and zeroed pools that hold exactly them."""
     cfg = ctx.cfg
+    if tokens_BS.dim() != 2:
+        raise ValueError(f"tokens have shape {tuple(tokens_BS.shape)}; give [sequences, tokens]")
     num_seqs, length = tokens_BS.shape
     if length < 1 or num_seqs < 1:
         raise ValueError(f"tokens have shape {tuple(tokens_BS.shape)}; at least one is needed")
@@ -60,8 +62,10 @@ def fresh(params: Params, tokens_BS: Tensor, ctx: Ctx, block: int = 64) -> tuple
 def forward(params: Params, tokens_BS: Tensor, ctx: Ctx) -> Tensor:
     """Logits of every position of B sequences of equal length. [B, S, V] wide
 
-    Differentiable; works under `torch.func.grad` and `vmap`. Raises ValueError for an empty input
-    or one longer than `max_positions`.
+    Differentiable; works under `torch.func.vmap`, and under `grad` over `tree.floats(params)` (the
+    hash tables among the parameters are integers, which have no gradient). `ctx` must hold the
+    plain operators, as `Ctx(cfg)` does. Raises ValueError for tokens that are not [B, S], none at
+    all, or more than `max_positions`.
     """
     batch, pools = fresh(params, tokens_BS, ctx)
     out, _ = step(params, pools, batch, ctx)

@@ -76,3 +76,16 @@ def from_paths(like: T, values: dict[str, Any]) -> T:
     keyed, structure = pytree.tree_flatten_with_path(like)
     names = [pytree.keystr(k).replace("[", ".").replace("]", "").lstrip(".") for k, _ in keyed]
     return pytree.tree_unflatten([values[name] for name in names], structure)
+
+
+def floats(tree: Any) -> dict[str, Any]:
+    """The floating-point leaves by path: what `torch.func.grad` can be taken over."""
+    return {n: t for n, t in paths(tree).items() if t.is_floating_point()}
+
+
+def replaced(tree: T, values: dict[str, Any]) -> T:
+    """`tree` with some leaves replaced, by path. Raises ValueError for a path it lacks."""
+    named = paths(tree)
+    if unknown := sorted(values.keys() - named.keys()):
+        raise ValueError(f"the tree has no {', '.join(unknown[:5])}")
+    return from_paths(tree, named | values)

@@ -259,7 +259,7 @@ def _if(cfg: Config) -> list[str]:
         "a tensor that is missing, unexpected, of a wrong shape or dtype, or in a broken file",
         f"a mesh axis above 1 (axes {', '.join(ONE.axes)})",
         f"a backend that is planned ({', '.join(backends.PLANNED)}) or unknown",
-        f"a prompt with its answer above {cfg.max_positions} tokens, or an empty one",
+        f"a prompt above {cfg.max_positions} tokens (an answer ends there), or an empty one",
         f"a token id outside 0 to {cfg.vocab - 1}",
         f"a page of tokens that is no multiple of {cfg.page_tokens}",
     ]

@@ -41,7 +41,7 @@ class CompiledModel:
     """A model that can be stepped, and where everything in it came from."""
 
     cfg: Config  # of the parameters: `mtp` is 0 if they have no draft module
-    ctx: Ctx
+    ctx: Ctx  # the backend's operators: may write in place; for grad and vmap use Ctx(cfg)
     params: Params
     step: Step  # may write into the pools it is given: use those it returns
     draft: Draft | None  # the draft module's step, over the streams before each token

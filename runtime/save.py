@@ -80,6 +80,8 @@ def save(
 ) -> tuple[Path, ...]:
     """Write `params` as safetensors, with an index if there is more than one file; the files.
 
+    A model directory also has a config.json: `dsv4.config_json.write(cfg)` is its content.
+
     Loading them in the params' dtype gives the params back bit for bit. With `dtype`, tensors that
     released checkpoints hold in bfloat16 or below are stored in it, the rest stays wide. With
     `quantise` (official names only) each tensor takes its released format instead: fp8, fp4, bf16

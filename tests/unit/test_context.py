@@ -34,3 +34,21 @@ def test_a_mesh_of_ones_changes_no_shape():
 
     for leaf in tree.leaves(table.spec(cfg)):
         assert local_shape(leaf.shape, leaf.axes, Rules(), Ctx(cfg).mesh) == leaf.shape
+
+
+def test_replaced_leaves_are_found_by_path():
+    import torch
+
+    from dsv4 import model, table, tree
+
+    cfg = dataclasses.replace(preset("tiny"), kinds=kinds_of("w"), hash_layers=(True,), mtp=0)
+    params = table.init(cfg, torch.Generator().manual_seed(0))
+    weights = tree.floats(params)
+    assert weights.keys() == tree.paths(params).keys() - {"layers.0.ffn.tid2eid"}
+    changed = tree.replaced(params, {"norm": torch.zeros(cfg.dim)})
+    assert changed.norm.abs().sum() == 0
+    assert changed.embed is params.embed
+    with pytest.raises(ValueError, match="the tree has no nothing"):
+        tree.replaced(params, {"nothing": params.norm})
+    with pytest.raises(ValueError, match=r"tokens have shape \(3,\)"):
+        model.forward(params, torch.zeros(3).long(), Ctx(cfg))

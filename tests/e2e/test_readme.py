@@ -1,0 +1,26 @@
+"""The README's Python runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert "torch.Size([2, 300, 2048])" in capsys.readouterr().out
+    gradients = names["gradients"]
+    assert gradients["layers.0.attn.wq_a"].abs().max() > 0
+    assert not any("tid2eid" in name for name in gradients)
+    again = names["build"](names["folder"], dtype=names["torch"].float32)
+    first, second = (m.params.layers[2].ffn.w1 for m in (names["served"], again))
+    assert names["torch"].equal(first, second)
+    assert all(r.finish for r in names["requests"])
