@@ -92,8 +92,13 @@ def pool_groups(slots: Tensor, entry: Tensor, overlap: int) -> Tensor:
     return (torch.softmax(g, dim=1) * k).sum(1)
 
 
-def update(p: Compressor, cache: Entries, x_TD: Tensor, batch: Batch, site: Site) -> Entries:
-    """The cache after this step: raw inputs kept by position, closed groups written as entries."""
+def update(
+    p: Compressor, cache: Entries, x_TD: Tensor, batch: Batch, site: Site, *, keys: bool = False
+) -> Entries:
+    """The cache after this step: raw inputs kept by position, closed groups written as entries.
+
+    `keys`: these are the indexer's keys, which `qat` rounds as such.
+    """
     ctx, rate = site.ctx, site.plan.rate
     cfg = ctx.cfg
     kg_T = project(p, x_TD, batch.positions, rate)
@@ -105,8 +110,7 @@ def update(p: Compressor, cache: Entries, x_TD: Tensor, batch: Batch, site: Site
         e = rms(e.to(x_TD.dtype), p.norm, cfg.norm_eps)
         e = rope.rotate(e, *site.angles(entry * rate))
         if ctx.qat:
-            is_key = e.shape[-1] != cfg.head_dim
-            e = quant.round_index(e) if is_key else quant.round_kv(e, cfg.rope_dim)
+            e = quant.round_index(e) if keys else quant.round_kv(e, cfg.rope_dim)
         row = entry_row(batch, seq, entry, site.page_tokens // rate)
         new = dataclasses.replace(new, rows=write(ctx, cache.rows, row, e, seq > 0))
     return _keep_inputs(new, kg_T, batch, site)

@@ -31,7 +31,7 @@ def attend(
         pool = dataclasses.replace(pool, compressed=cache)
     if p.indexer is not None:
         assert pool.keys is not None
-        keys = compress.update(p.indexer.compressor, pool.keys, x_TD, batch, site)
+        keys = compress.update(p.indexer.compressor, pool.keys, x_TD, batch, site, keys=True)
         pool = dataclasses.replace(pool, keys=keys)
         picks = index.select(p.indexer, keys, x_TD, qr, batch, site)
     o = attention.attend(p, q, pool, picks, batch, site)

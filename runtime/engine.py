@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from dsv4.state import Pools, PoolSizes
 from runtime.plan import Plan
@@ -95,12 +96,20 @@ class Engine:
         self._scheduler.abort(request)
 
     def step(self) -> list[Event]:
-        """Run one step; an event for every request that got tokens. Empty when idle."""
+        """Run one step; an event for every request that got tokens. Empty when idle.
+
+        If the step itself fails, its requests are computed anew from the next call on: what it
+        may have written is not trusted.
+        """
         plan = self._scheduler.plan()
         if plan is None:
             return []
         start_s = time.perf_counter()
-        sampled = self._runner.run(plan)
+        try:
+            sampled = self._runner.run(plan)
+        except BaseException:
+            self._scheduler.restart(plan)
+            raise
         events = self._scheduler.commit(plan, sampled)
         self.meter.count(plan, time.perf_counter() - start_s)
         for event in events:
@@ -112,14 +121,17 @@ class Engine:
         """Events of one request until it ends. Everything else in the engine moves on as well.
 
         Adds the request at once: refusals come from this call. Closing the iterator aborts. Raises,
-        at the end, what the detokenizer raised for this request.
+        at the end, what ended this request with an error.
         """
         self.add(request)
         inbox = self._streams[request.id] = deque()
-        return self._events(request, inbox)
+        events = self._events(request, inbox)
+        next(events)  # enter the generator: one that never ran would not abort when it is closed
+        return events
 
-    def _events(self, request: Request, inbox: deque[Event]) -> Iterator[Event]:
+    def _events(self, request: Request, inbox: deque[Event]) -> Iterator[Any]:
         try:
+            yield None
             while inbox or request.finish is None:
                 if inbox:
                     yield inbox.popleft()
@@ -135,7 +147,7 @@ class Engine:
         """Run all requests to their ends; the same requests, in the same order.
 
         All are checked before any runs: on a refusal none is left behind. Raises, when all have
-        ended, what the detokenizer raised for one of them.
+        ended, what ended one of them with an error.
         """
         added: list[Request] = []
         try:

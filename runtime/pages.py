@@ -129,6 +129,12 @@ class Pages:
         del held.window[:dead]
         held.window_start += dead
 
+    def forget(self, held: Held) -> None:
+        """Give the pages back and keep the slot and the promise: the sequence starts over."""
+        self.history.give(held.history)
+        self.window.give(held.window)
+        held.history, held.window, held.window_start = [], [], 0
+
     def release(self, held: Held, tokens: int) -> None:
         """Give everything back. `tokens` is what the request was admitted with."""
         self.history.give(held.history)

@@ -7,6 +7,7 @@ written by `Scheduler` alone once it has been added.
 import dataclasses
 import enum
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raise ValueError naming the field, the value and what is allowed."""
         _real("temperature", self.temperature, 0, math.inf)
-        _whole("top_k", self.top_k, 0)
+        _whole("top_k", self.top_k, 0, 2**31 - 1)
         _real("top_p", self.top_p, 0, 1, above=True)
         _real("min_p", self.min_p, 0, 1)
         _whole("seed", self.seed, 0, 2**63 - 1)
@@ -91,6 +92,7 @@ class Sampled:
 
     token: int
     logprobs: Logprobs | None = None
+    finite: bool = True  # whether its logits were numbers to choose from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Request:
     stream: TextStream | None = None
     scores: list[Logprobs] = dataclasses.field(default_factory=list)  # one per output token
     finish: str | None = None
-    error: Exception | None = None  # what the detokenizer raised; it ended this request alone
+    error: Exception | None = None  # why finish is "error"; it ended this request alone
     added_s: float = 0.0  # time.perf_counter at add, first token and end
     first_s: float = 0.0
     finished_s: float = 0.0
@@ -134,7 +136,12 @@ class Request:
             raise ValueError("the prompt is empty; it must have at least one token")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0)
-        self.tokens = [int(t) for t in self.prompt]
+        for token in self.prompt:
+            if isinstance(token, bool | float | str) or not hasattr(token, "__index__"):
+                raise ValueError(f"the prompt holds {token!r:.60}; token ids are whole numbers")
+        # Copies: what the caller does to its list later changes nothing here.
+        self.prompt = tuple(operator.index(t) for t in self.prompt)
+        self.tokens = list(self.prompt)
 
     @property
     def output(self) -> list[int]:
@@ -181,6 +188,11 @@ class Request:
     def append(self, sampled: Sampled, cfg: Config) -> str:
         """Take one generated token; sets `finish` if it is the last. Returns text to show."""
         token, limits = sampled.token, self.limits
+        if not sampled.finite:
+            raise ValueError(
+                f"the logits after {len(self.tokens)} tokens are not finite: the parameters hold "
+                f"NaN or infinity, or the dtype is too narrow for them"
+            )
         self.tokens.append(token)
         if sampled.logprobs is not None:
             self.scores.append(sampled.logprobs)

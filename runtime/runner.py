@@ -135,13 +135,14 @@ def _sample(logits_YV: Tensor, rows: Sequence[Work]) -> list[Sampled]:
     else:
         tokens = sample.sample(logits_YV, _draw(rows, logits_YV))
     ids = tokens.tolist()
+    finite = torch.isfinite(logits_YV.amax(-1)).tolist()
     asked = [w.request.logprobs for w in rows]
     most = max((n for n in asked if n is not None), default=None)
     if most is None:
-        return [Sampled(i) for i in ids]
+        return [Sampled(i, finite=f) for i, f in zip(ids, finite, strict=True)]
     own, top, index = (x.tolist() for x in sample.logprobs(logits_YV, tokens, most))
     best = [tuple(zip(i, v, strict=True)) for i, v in zip(index, top, strict=True)]
     return [
-        Sampled(ids[y], None if n is None else Logprobs(own[y], best[y][:n]))
+        Sampled(ids[y], None if n is None else Logprobs(own[y], best[y][:n]), finite[y])
         for y, n in enumerate(asked)
     ]

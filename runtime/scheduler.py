@@ -103,10 +103,11 @@ class Scheduler:
             taken.append(s)
             try:
                 text += request.append(s, self.cfg)
-            except Exception as error:  # the caller's detokenizer: others must not pay for it
+            except Exception as error:  # a bad detokenizer, NaN: others must not pay for it
                 request.finish, request.error = "error", error
             if request.finish is not None:
-                self._retire(request)
+                if request.status is Status.RUNNING:  # not aborted by its own detokenizer
+                    self._retire(request)
                 break
         return Event(
             request=request,
@@ -116,9 +117,26 @@ class Scheduler:
             finish=request.finish,
         )
 
+    def restart(self, plan: Plan) -> None:
+        """Compute the requests of a failed step anew, from their first token.
+
+        The step may have written some of its rows: what the pools hold of them is not known. Their
+        tokens stand, so nothing else is lost.
+        """
+        for work in plan.work:
+            if work.request.status is Status.RUNNING:
+                assert work.request.held is not None
+                self.pages.forget(work.request.held)
+                work.request.computed = 0
+
     def abort(self, request: Request) -> None:
-        """End a request now and free what it holds. Nothing happens if it has ended."""
+        """End a request now and free what it holds. Nothing happens if it has ended.
+
+        Raises ValueError for a request of another engine.
+        """
         if request.status in (Status.WAITING, Status.RUNNING):
+            if request not in self.waiting and request not in self.running:
+                raise ValueError(f"request {request.id} is not one of this engine's")
             request.finish = "abort"
             self._retire(request)
 

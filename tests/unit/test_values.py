@@ -174,7 +174,7 @@ def test_entries_equal_the_text(which: str, qat: bool) -> None:
     assert p is not None
     assert cache is not None
     x = torch.randn(40, CFG.dim, dtype=F64)
-    got = compress.update(p, cache, x, batch, site).rows
+    got = compress.update(p, cache, x, batch, site, keys=indexer).rows
     want = reference.entries(p, x, plan.rate, run.scaled, run, indexer=indexer)
     first = CFG.page_tokens // plan.rate  # page 0 is padding
     torch.testing.assert_close(got[first:], want, rtol=1e-11, atol=1e-11)
