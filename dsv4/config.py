@@ -141,6 +141,10 @@ class Config:
         return LayerPlan(kind=kind, rate=self.rate(kind), router=router, rope=rope)
 
 
+def _numbers(yarn: Yarn) -> tuple[float, float, float]:
+    return yarn.factor, yarn.beta_fast, yarn.beta_slow
+
+
 _ABOVE = (("route_scale", 0), ("swiglu_limit", 0), ("rope_theta", 1), ("compress_theta", 1))
 
 
@@ -184,8 +188,9 @@ def _check(cfg: Config) -> None:
         ),
         (cfg.mtp in (0, 1), f"mtp is {cfg.mtp}; this version has 0 or 1 draft modules"),
         (
-            cfg.yarn is None or (cfg.yarn.factor > 0 and cfg.yarn.original > 0),
-            f"yarn is {cfg.yarn}; factor and original must be above 0",
+            cfg.yarn is None
+            or (cfg.yarn.original >= 1 and all(1e-6 <= n <= 1e6 for n in _numbers(cfg.yarn))),
+            f"yarn is {cfg.yarn}; original must be at least 1, the others from 1e-6 to 1e6",
         ),
     )
     for holds, message in rules:

@@ -18,6 +18,15 @@ from registry.registry import Registry, default_registry
 from runtime.load import Progress
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(f"{', '.join(twice[:5])} stands in it twice")
+    return made
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """The parsed config.json of a model directory. Raises ValueError if there is none to read."""
     folder = Path(directory)
@@ -31,12 +40,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json; it is not a model directory")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{file} holds a {type(raw).__name__}; it must hold an object")
     return raw
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +86,10 @@ def build(
     built, a `Config` without `seed`, or a `seed` with a path.
     """
     registry = registry or default_registry()
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
+        raise ValueError(f"seed is {seed!r}; it must be a whole number of at least 0")
     mesh.check()
     record = find_backend(backend)
     if isinstance(source, Config):

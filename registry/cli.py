@@ -20,6 +20,7 @@ COMMANDS = (
     ("generate", "generate text from a checkpoint"),
     ("explain", "say what would run, and why"),
 )
+_LONGEST = 4000  # characters of a message
 PACKAGES = ("dsv4", "compiler", "runtime", "registry")
 
 
@@ -81,7 +82,8 @@ def _run(words: Sequence[str]) -> int:
     args = _parser(command).parse_args(words)
     with _logs(getattr(args, "verbose", False)):
         code = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     return code
 
 
@@ -95,7 +97,8 @@ def _drop_output() -> None:
 
 def _one_line(error: BaseException) -> str:
     told = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    return told.encode("utf-8", "backslashreplace").decode() or type(error).__name__
+    told = told.encode("utf-8", "backslashreplace").decode() or type(error).__name__
+    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}... (cut; --debug shows all)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,10 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return 141
-    except (ValueError, OSError) as error:
-        if "--debug" in words:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if "--debug" in words or (isinstance(error, RuntimeError) and not memory):
             raise
-        sys.stderr.write(f"dsv4: error: {_one_line(error)}\n")
+        told = "not enough memory for this model and these lengths" if memory else _one_line(error)
+        with contextlib.suppress(OSError, AttributeError):  # stderr may be full or closed
+            sys.stderr.write(f"dsv4: error: {told}\n")
+            sys.stderr.flush()
         return 2
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runtime.engine import Engine
     from runtime.request import Logprobs, Request
 
+_MOST_THREADS = 1024
 _AT_ONCE = 16  # prompts that run at the same time; the others wait
 
 
@@ -104,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.prompt and not args.token_ids:
         raise ValueError("nothing to generate from: give --prompt TEXT or --token-ids 1,2,3")
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads is {args.threads}; it must be at least 1")
+        if not 1 <= args.threads <= _MOST_THREADS:
+            raise ValueError(f"--threads is {args.threads}; it must be from 1 to {_MOST_THREADS}")
         torch.set_num_threads(args.threads)
     limits = Limits(
         max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), ignore_eos=args.ignore_eos
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         engine.generate(requests)
         facts = _facts(args, model, engine, requests, load_s)
         facts["outputs"] = [_output(p, r) for p, r in zip(prompts, requests, strict=True)]
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json.dumps(facts, allow_nan=False))
         return 0
     _show(prompts, requests, engine, words)
     print(f"{_summary(engine, requests)}; {_told(settings, given)}", file=sys.stderr)

@@ -119,7 +119,7 @@ class Registry:
         told = f"architecture {name!r} is served by {found.target!r}"
         try:
             made = getattr(importlib.import_module(module), attribute, None)
-        except ImportError as error:
+        except Exception as error:  # whatever the module does when it is imported
             raise ValueError(f"{told}, which cannot be imported here: {error}") from error
         if not callable(made):
             raise ValueError(f"{told}, which is not there or cannot be called")

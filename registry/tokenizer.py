@@ -1,11 +1,13 @@
 """Text to token ids and back, with the tokenizer files of a model directory. Never online."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from runtime.text import Detokenizer
 
+SUFFIXES = (".json", ".model", ".txt", ".jinja")
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -15,7 +17,7 @@ class Tokenizer:
     def __init__(self, inner: Any) -> None:
         """`inner`: a `PreTrainedTokenizerBase`."""
         self._inner = inner
-        self._size = len(inner)
+        self._size = max(inner.get_vocab().values(), default=-1) + 1  # ids may have gaps
 
     @property
     def bos(self) -> int | None:
@@ -55,9 +57,14 @@ def load(directory: str | Path) -> Tokenizer | None:
     told = logging.get_verbosity()
     logging.set_verbosity_error()  # it would warn about parts of config.json that are ours to judge
     try:
-        inner = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with tempfile.TemporaryDirectory() as alone:
+            # Without config.json: transformers would judge it, and by other rules than ours.
+            for file in folder.iterdir():
+                if file.is_file() and file.name != "config.json" and file.suffix in SUFFIXES:
+                    (Path(alone) / file.name).symlink_to(file.resolve())
+            inner = AutoTokenizer.from_pretrained(
+                alone, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"the tokenizer files in {folder} cannot be read: {error}") from error
     finally:

@@ -85,9 +85,10 @@ def save(
     Loading them in the params' dtype gives the params back bit for bit. With `dtype`, tensors that
     released checkpoints hold in bfloat16 or below are stored in it, the rest stays wide. With
     `quantise` (official names only) each tensor takes its released format instead: fp8, fp4, bf16
-    or f32. The directory is made if need be; files of the same names are replaced. Raises
-    ValueError if the params do not fit `cfg`, an argument is out of range, or the directory holds
-    other safetensors files, which a reader would mix with these.
+    or f32. The directory is made if need be. Raises ValueError if the params do not fit `cfg`, an
+    argument is out of range, a value has no released format, or the directory holds safetensors
+    files already. Only a checkpoint of one file replaces another of one file: several files cannot
+    be replaced at once, and a reader would mix the two.
     """
     _check_arguments(family, dtype, shard_bytes, quantise)
     cfg = cfg if params.mtp is not None else dataclasses.replace(cfg, mtp=0)
@@ -100,7 +101,7 @@ def save(
     shards = list(_shards(groups, shard_bytes))
     folder = Path(directory)
     names = [_shard_name(i, len(shards)) for i in range(len(shards))]
-    _check_stale(folder, names if len(names) == 1 else [*names, INDEX])
+    _check_stale(folder, names)
     folder.mkdir(parents=True, exist_ok=True)
     writers: list[tuple[str, _Writer]] = []
     for name, shard in zip(names, shards, strict=True):
@@ -124,11 +125,10 @@ def _check_arguments(
 
 
 def _check_stale(folder: Path, names: list[str]) -> None:
-    have = {f.name for f in folder.glob("*.safetensors")} | {f.name for f in folder.glob(INDEX)}
-    stale = sorted(have - set(names))
-    if stale:
+    have = sorted(f.name for pattern in ("*.safetensors", INDEX) for f in folder.glob(pattern))
+    if have and not (have == names and len(names) == 1):
         raise ValueError(
-            f"{folder} already holds {', '.join(stale[:3])}, part of another checkpoint; remove it "
+            f"{folder} already holds {', '.join(have[:3])}, part of another checkpoint; remove it "
             "or choose another directory"
         )
 
@@ -224,12 +224,19 @@ def _write(shard: list[_Group], file: Path) -> None:
 
 def _publish(folder: Path, writers: list[tuple[str, _Writer]]) -> tuple[Path, ...]:
     """Write every file under another name, then rename them all; on failure leave nothing."""
-    parts = [folder / f".{name}.part" for name, _ in writers]
+    # One process per name: two that save at once do not write into each other's files.
+    parts = [folder / f".{name}.{os.getpid()}.part" for name, _ in writers]
+    done: list[Path] = []
     try:
         for part, (_, write) in zip(parts, writers, strict=True):
             write(part)
         for part, (name, _) in zip(parts, writers, strict=True):
             os.replace(part, folder / name)
+            done.append(folder / name)
+    except BaseException:
+        for file in done:
+            file.unlink(missing_ok=True)
+        raise
     finally:
         for part in parts:
             part.unlink(missing_ok=True)

@@ -11,8 +11,8 @@ _CONTEXT = 8  # tokens decoded again for context: enough for rules that look at 
 class Detokenizer:
     """Text of a token sequence, in pieces that concatenate to the text of the whole.
 
-    A character whose bytes are not all there yet decodes to one replacement character at the end;
-    it is held back until the next tokens complete it or show that it is broken.
+    A character whose bytes are not all there yet decodes to replacement characters at the end (one,
+    or one per byte); they are held back until the next tokens complete it or show it is broken.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -25,12 +25,12 @@ class Detokenizer:
         """The text that this token completes; may be empty."""
         self._ids.append(token)
         text = self._decode(self._ids)
-        whole = text.removesuffix(_BROKEN)
+        whole = text.rstrip(_BROKEN)
         new = whole[self._given :]
         self._given = max(self._given, len(whole))
-        if len(self._ids) >= 2 * _CONTEXT:
+        if len(self._ids) >= 2 * _CONTEXT and text == whole:
             self._ids = self._ids[-_CONTEXT:]
-            self._given = len(self._decode(self._ids).removesuffix(_BROKEN))
+            self._given = len(self._decode(self._ids))
         return new
 
     def close(self) -> str:

@@ -1,5 +1,6 @@
 """From a checkpoint on disk to text, through the command line."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -243,3 +244,39 @@ def test_the_model_says_how_to_sample(
         assert (code, out) == (2, "")
         assert word in err
         assert len(err) < 300
+
+
+def test_the_tokenizer_does_not_judge_the_config(folder: Path, tmp_path: Path) -> None:
+    """transformers refuses some configs that we read: an int for a float, the official spelling."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "deepseek_v4", "swiglu_limit": 10, "x": ['
+    )
+    words = tokenizer.load(tmp_path)
+    assert words is not None
+    assert words.decode(words.encode(TEXT)) == TEXT
+
+
+def test_numbers_that_json_lacks_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = tiny.params(CFG)
+    save(dataclasses.replace(params, norm=params.norm * torch.nan), CFG, tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    words = ("--model", tmp_path, "--token-ids", "5,6", "--json", "--logprobs", "1")
+    code, out, err = generate(capsys, *words)
+    assert (code, out) == (2, "")
+    assert "logits after 2 tokens are not finite" in err
+
+
+def test_no_memory_is_told_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_args: object, **_more: object) -> None:
+        raise RuntimeError("[enforce fail at alloc] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("registry.build.build", fails)
+    code, out, err = generate(capsys, "--model", folder, "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err == "dsv4: error: not enough memory for this model and these lengths\n"

@@ -170,5 +170,37 @@ def test_what_is_not_built_is_refused(folder: Path) -> None:
         build(folder, backend="fast")
     with pytest.raises(ValueError, match="not from a seed"):
         build(folder, seed=1)
-    with pytest.raises(ValueError, match="must be bfloat16"):
+    with pytest.raises(ValueError, match=r"must be one of torch\.bfloat16"):
         build(folder, dtype=torch.int8)
+
+
+def test_a_fact_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    from registry.build import read_config
+
+    (tmp_path / "config.json").write_text(
+        '{"sliding_window": 8, "a": {"b": 1}, "sliding_window": 9}'
+    )
+    with pytest.raises(ValueError, match="sliding_window stands in it twice"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("what", [{"seed": 1.5}, {"seed": -1}, {"dtype": "float32"}])
+def test_bad_arguments_are_named(what: dict) -> None:
+    from dsv4.config import preset
+    from registry.build import build
+
+    with pytest.raises(ValueError, match=next(iter(what))):
+        build(preset("tiny"), **({"seed": 0} | what))
+
+
+def test_a_builder_that_raises_at_import_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from registry.registry import Registry
+
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry()
+    registry.register("Mine", "raises_at_import:build")
+    with pytest.raises(ValueError, match=r"'Mine' is served by .* no such device"):
+        registry.builder("Mine")

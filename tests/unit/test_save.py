@@ -272,6 +272,42 @@ def test_files_of_another_checkpoint_are_not_mixed_with(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == before
 
 
+def test_a_publication_that_breaks_off_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    replace, calls = os.replace, []
+
+    def breaks(a: Path, b: Path) -> None:
+        calls.append(b)
+        if len(calls) == 2:
+            raise OSError("gone")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", breaks)
+    with pytest.raises(OSError, match="gone"):
+        save(draw(), CFG, tmp_path, shard_bytes=300_000)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    save(draw(), CFG, tmp_path, shard_bytes=300_000)
+    with pytest.raises(ValueError, match="part of another checkpoint"):
+        save(draw(), CFG, tmp_path, shard_bytes=300_000)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["layers.0.ffn.w1", "layers.0.attn.wq_a"])
+def test_released_formats_refuse_what_they_cannot_store(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    tensor = tree.paths(draw())[name].clone()
+    tensor.view(-1)[5] = value
+    broken = tree.replaced(draw(), {name: tensor})
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        save(broken, CFG, tmp_path, quantise=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 # Arguments.
 
 

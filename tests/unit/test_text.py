@@ -95,3 +95,20 @@ def test_close_runs_the_stops_too(stops: tuple[str, ...], want: tuple) -> None:
     shown, stop = t.push(0xE4)
     assert stop is None
     assert (shown, *t.close()) == want
+
+
+def test_one_replacement_character_per_missing_byte_is_held_back() -> None:
+    """SentencePiece-style byte fallback shows every pending byte; the character comes whole."""
+    data = "世a\N{SNOWMAN}".encode()
+
+    def decode(ids: Sequence[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError as error:
+            broken = len(ids) - error.start
+            return bytes(ids[: error.start]).decode() + "\N{REPLACEMENT CHARACTER}" * broken
+
+    text = Detokenizer(decode)
+    pieces = [text.push(b) for b in data]
+    assert pieces == ["", "", "世", "a", "", "", "\N{SNOWMAN}"]
+    assert text.close() == ""
