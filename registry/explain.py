@@ -195,8 +195,8 @@ def _cache(cfg: Config, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _weights(folder: Path | None, cfg: Config) -> dict[str, Any] | None:
-    """The load report from headers, counted; None where there are no weights."""
-    if folder is None or not any(folder.glob("*.safetensors*")):
+    """The load report from headers, counted; None for a preset."""
+    if folder is None:
         return None
     try:
         report = load.inspect(folder, cfg)

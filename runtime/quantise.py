@@ -17,7 +17,9 @@ FP4_BLOCK = 32  # values of a row that share a scale
 def _exponents(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """The smallest power of two that brings `amax` to at most `largest`, and its e8m0 byte."""
     if not torch.isfinite(amax).all():
-        raise ValueError("it holds NaN or infinity, which the released formats cannot store")
+        raise ValueError(
+            "it holds NaN or infinity, which fp8 and fp4 cannot store; save without quantise"
+        )
     scale = pow2ceil((amax / largest).clamp(min=2.0**-126))
     _, exponent = torch.frexp(scale)  # scale = 0.5 * 2^exponent
     return scale, (exponent + 126).to(torch.uint8)

@@ -169,7 +169,14 @@ def _quantised(slot: Slot, leaves: dict[str, Tensor]) -> _Group:
         weight = _Stored(name=slot.name, code="I8", shape=(rows, cols // 2))
         convert = to_fp4
     stored = (weight, _Stored(name=checkpoint.scale_of(slot.name), code="F8_E8M0", shape=grid))
-    return _Group(stored=stored, make=lambda: convert(_values(slot, leaves)))
+
+    def make() -> tuple[Tensor, Tensor]:
+        try:
+            return convert(_values(slot, leaves))
+        except ValueError as error:
+            raise ValueError(f"{slot.name}: {error}") from error
+
+    return _Group(stored=stored, make=make)
 
 
 def _shards(groups: list[_Group], limit: int) -> Iterator[list[_Group]]:

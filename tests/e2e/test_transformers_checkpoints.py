@@ -11,31 +11,22 @@ from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from dsv4 import table, tree
-from dsv4.config import Config, Yarn, hashed, kinds_of, preset
+from dsv4.config import Config, Yarn, hashed, kinds_of
 from dsv4.params import Params
 from runtime.load import load
 from runtime.save import save
+from tests.checkpoints import BASE
 
 pytestmark = pytest.mark.e2e
 
 # transformers' own reader of fp8 guesses tiles by division: dims are multiples of 128 here.
 CFG = dataclasses.replace(
-    preset("tiny"),
+    BASE,
     vocab=64,
     dim=256,
-    heads=4,
-    head_dim=32,
-    rope_dim=8,
-    q_rank=32,
-    o_groups=2,
-    o_rank=16,
     kinds=kinds_of("wchc"),
     hash_layers=hashed(2, 4),
-    window=8,
     index_heads=16,
-    index_dim=32,
-    index_topk=8,
-    experts=3,
     expert_dim=128,
     yarn=Yarn(factor=16.0, original=48),
     max_positions=768,

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import logging
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from dsv4 import config_json
+from dsv4.config import preset
 from registry import cli, cli_explain, explain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +202,20 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 141
+
+
+def test_a_closed_stdout_is_no_failure() -> None:
+    """Python has no stdout object then."""
+    words = [sys.executable, "-c", "import sys; from registry.cli import main; sys.exit(main())"]
+    script = " ".join(shlex.quote(w) for w in (*words, "explain", "flash")) + " >&-"
+    done = subprocess.run(script, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_directory_without_weights_is_refused_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json.write(preset("tiny"))))
+    assert cli.main(["explain", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert any("safetensors" in line for line in told["refuses"]["now"])

@@ -18,33 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4 import table, tree
-from dsv4.config import Config, Yarn, hashed, kinds_of, preset
+from dsv4.config import Config, hashed, kinds_of
 from dsv4.params import Params
 from runtime import load as loading
 from runtime.load import inspect, load
 from runtime.save import save
+from tests.checkpoints import BASE
 
 # 160 is a tile of 128 and a part of one, and puts w3 into the middle of a fused tile.
-CFG = dataclasses.replace(
-    preset("tiny"),
-    vocab=48,
-    dim=160,
-    heads=4,
-    head_dim=32,
-    rope_dim=8,
-    q_rank=32,
-    o_groups=2,
-    o_rank=16,
-    kinds=kinds_of("wch"),
-    hash_layers=hashed(1, 3),
-    window=8,
-    index_heads=4,
-    index_dim=32,
-    index_topk=8,
-    experts=3,
-    expert_dim=160,
-    yarn=Yarn(factor=16.0, original=256),
-)
+CFG = BASE
 SMALL = dataclasses.replace(CFG, dim=32, expert_dim=32)
 F32 = torch.float32
 

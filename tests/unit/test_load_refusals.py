@@ -20,32 +20,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsv4 import table, tree
-from dsv4.config import Yarn, hashed, kinds_of, preset
+from dsv4.config import hashed, kinds_of
 from dsv4.params import Params
 from runtime import headers
 from runtime.headers import INDEX
 from runtime.load import CheckpointError, inspect, load
 from runtime.save import save
+from tests.checkpoints import BASE
 
 CFG = dataclasses.replace(
-    preset("tiny"),
-    vocab=48,
-    dim=64,
-    heads=4,
-    head_dim=32,
-    rope_dim=8,
-    q_rank=32,
-    o_groups=2,
-    o_rank=16,
-    kinds=kinds_of("wc"),
-    hash_layers=hashed(1, 2),
-    window=8,
-    index_heads=4,
-    index_dim=32,
-    index_topk=8,
-    experts=3,
-    expert_dim=32,
-    yarn=Yarn(factor=16.0, original=256),
+    BASE, dim=64, expert_dim=32, kinds=kinds_of("wc"), hash_layers=hashed(1, 2)
 )
 ONE = "model.safetensors"
 WQ_A = "layers.1.attn.wq_a.weight"

@@ -195,3 +195,15 @@ def test_training_rounds_what_the_text_says() -> None:
         assert torch.equal(quant.round_kv(rows, CFG.rope_dim), rows)
         assert not torch.equal(quant.qdq_fp8(rows[:, -16:], 16), rows[:, -16:])
     assert torch.equal(quant.qdq_fp4(pool.keys.rows, 32), pool.keys.rows)
+
+
+def test_qat_rounds_keys_as_keys_where_widths_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexer queries and keys are rounded alike, even if a key is as wide as a key/value row."""
+    cfg = tiny.config("wc", 1, head_dim=128, rope_dim=64, index_dim=128, index_topk=2)
+    rounded: list[tuple[int, ...]] = []
+    real = quant.round_index
+    monkeypatch.setattr(
+        quant, "round_index", lambda x: (rounded.append(tuple(x.shape)), real(x))[1]
+    )
+    model.forward(tiny.params(cfg), tiny.tokens(cfg, 1, 32), Ctx(cfg, qat=True))
+    assert rounded == [(32 // cfg.csa_rate, 128), (32, cfg.index_heads, 128)]
