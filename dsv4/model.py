@@ -14,7 +14,7 @@ from dsv4.batch import Batch, StepOut, whole
 from dsv4.context import Ctx
 from dsv4.norm import rms, wide
 from dsv4.params import Params
-from dsv4.site import Site, turn
+from dsv4.site import Site, turn, window_row, write
 from dsv4.state import Pools, PoolSizes, init_pools
 
 
@@ -39,7 +39,19 @@ def step(params: Params, pools: Pools, batch: Batch, ctx: Ctx) -> tuple[StepOut,
     y = rms(mhc.head(params.hc_head, h[batch.wanted], cfg), params.norm, cfg.norm_eps)
     logits = F.linear(wide(y), params.head)
     out = StepOut(logits=logits, hidden=h, load=torch.stack(loads))
-    return out, dataclasses.replace(pools, layers=tuple(new))
+    return out, dataclasses.replace(
+        pools, layers=tuple(new), streams=_keep_streams(pools, h, batch, ctx)
+    )
+
+
+def _keep_streams(pools: Pools, h_TMD: Tensor, batch: Batch, ctx: Ctx) -> Tensor | None:
+    """The streams of tokens that end a page, in the page's header: see `Pools.streams`."""
+    if pools.streams is None:
+        return None
+    n = pools.page_tokens
+    ends = (batch.seq > 0) & (batch.positions % n == n - 1)
+    page = window_row(batch, batch.seq, batch.positions, n) // n
+    return write(ctx, pools.streams, page, h_TMD.flatten(1), ends)
 
 
 def fresh(params: Params, tokens_BS: Tensor, ctx: Ctx, block: int = 64) -> tuple[Batch, Pools]:

@@ -2,7 +2,8 @@
 
 Randomness is counter-based: the noise of vocabulary entry v in the token at absolute position p of
 a request is a function of (seed, p, v) alone, so that what a request draws depends neither on the
-batch it stands in nor on the steps that led there.
+batch it stands in nor on the steps that led there. A position that needs more than one independent
+draw (`verify.py`) takes each from a stream of its own; `sample` alone uses stream 0.
 
     token = argmax over the kept entries of (logit / temperature + Gumbel(seed, p, v))
 
@@ -13,7 +14,12 @@ import torch
 from torch import Tensor
 
 from dsv4.norm import wide
-from dsv4.tree import node
+from dsv4.tree import node, static
+
+# Streams of independent words at one position.
+TOKEN = 0  # the token itself
+DRAFTED = 1  # what a draft is drawn with, where it is not drawn as the token itself
+ACCEPTANCE = 2  # whether a draft is accepted
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -29,6 +35,7 @@ class Draw:
     top_k: Tensor | None = None  # [Y] int64; 0 keeps all
     top_p: Tensor | None = None  # [Y] wide; 1 keeps all
     min_p: Tensor | None = None  # [Y] wide; 0 keeps all
+    stream: int = static(default=TOKEN)
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
@@ -52,23 +59,27 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     return a, b, c, d
 
 
-def words(seed_Y: Tensor, position_Y: Tensor, vocab: int) -> Tensor:
+def words(seed_Y: Tensor, position_Y: Tensor, vocab: int, stream: int = TOKEN) -> Tensor:
     """One random word below 2^32 per row and vocabulary entry, int64. [Y, V]
 
-    Entry v is word v % 4 of the counter (v // 4, low and high word of the position, 0).
+    Entry v is word v % 4 of the counter (v // 4, low and high word of the position, stream).
     """
     group = torch.arange(-(-vocab // 4), device=seed_Y.device)
     seed, pos = seed_Y[:, None], position_Y[:, None]
-    counter = (group, pos & _WORD, pos >> 32, torch.zeros_like(pos))
+    counter = (group, pos & _WORD, pos >> 32, torch.full_like(pos, stream))
     out = torch.stack(philox(counter, (seed & _WORD, seed >> 32)), dim=-1)
     return out.flatten(-2)[:, :vocab]
+
+
+def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uniform numbers from random words, in `dtype`: above 0, below 1, fine near 0."""
+    return ((words.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise from random words, in `dtype`: finite, from -4 to 23."""
     # -log1p(-u) with u from the low end keeps small values, the large noise, at full precision.
-    u = ((words.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-u))
+    return -torch.log(-torch.log1p(-uniform(words, dtype)))
 
 
 def kept(sorted_YV: Tensor, draw: Draw) -> Tensor:
@@ -91,26 +102,44 @@ def kept(sorted_YV: Tensor, draw: Draw) -> Tensor:
     return keep | (rank == 0)
 
 
+def log_weights(logits_YV: Tensor, draw: Draw) -> Tensor:
+    """What each row may draw, as unnormalised log-probabilities. [Y, V] wide
+
+    Temperature first, then the filters. The likeliest entry has 0, what may not be drawn -inf.
+    Rows with temperature 0 may only draw the largest logit, the lowest index among equals.
+    """
+    x = wide(logits_YV)
+    cold = (draw.temperature <= 0)[:, None]
+    # Against the largest logit, and below infinity, so that no temperature overflows.
+    x = x - x.max(-1, keepdim=True).values
+    most = torch.finfo(draw.temperature.dtype).max
+    x = x / torch.where(cold, 1, draw.temperature.clamp(max=most)[:, None])
+    if draw.top_k is not None or draw.top_p is not None or draw.min_p is not None:
+        ordered = torch.sort(x, dim=-1, descending=True, stable=True)
+        left = torch.where(kept(ordered.values, draw), ordered.values, -torch.inf)
+        x = left.scatter(-1, ordered.indices, left)
+    other = torch.arange(x.shape[-1], device=x.device) != greedy(logits_YV)[:, None]
+    return torch.where(cold & other, -torch.inf, x)
+
+
+def choose(log_weights_YV: Tensor, draw: Draw) -> Tensor:
+    """One entry per row, drawn in proportion to the weights: Gumbel-max. [Y] int64"""
+    found = words(draw.seed, draw.position, log_weights_YV.shape[-1], draw.stream)
+    return (log_weights_YV + gumbel(found, log_weights_YV.dtype)).argmax(-1)
+
+
 def sample(logits_YV: Tensor, draw: Draw) -> Tensor:
     """One token per row. [Y] int64
 
-    Temperature first, then the filters, then Gumbel-max. Rows with temperature 0 take the largest
-    logit, the lowest index among equals; so do rows with top_k = 1.
+    Rows with temperature 0 take the largest logit, the lowest index among equals; so do rows with
+    top_k = 1.
     """
-    x = wide(logits_YV)
-    cold = draw.temperature <= 0
-    # Against the largest logit, so that no temperature overflows.
-    x = x - x.max(-1, keepdim=True).values
-    x = x / torch.where(cold, 1, draw.temperature)[:, None]
-    noise = gumbel(words(draw.seed, draw.position, x.shape[-1]), x.dtype)
-    if draw.top_k is None and draw.top_p is None and draw.min_p is None:
-        drawn = (x + noise).argmax(-1)
-    else:
-        ordered = torch.sort(x, dim=-1, descending=True, stable=True)
-        noisy = ordered.values + noise.gather(-1, ordered.indices)
-        best = torch.where(kept(ordered.values, draw), noisy, -torch.inf).argmax(-1, keepdim=True)
-        drawn = ordered.indices.gather(-1, best)[:, 0]
-    return torch.where(cold, greedy(logits_YV), drawn)
+    return choose(log_weights(logits_YV, draw), draw)
+
+
+def probabilities(logits_YV: Tensor, draw: Draw) -> Tensor:
+    """The distribution that `sample` draws from, exactly 0 where it never draws. [Y, V] wide"""
+    return torch.softmax(log_weights(logits_YV, draw), dim=-1)
 
 
 def greedy(logits_YV: Tensor) -> Tensor:

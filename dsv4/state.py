@@ -3,7 +3,8 @@
 Two content-addressed groups of pages and one group of rings:
 - history pages: compressed entries and indexer keys, one row per `rate` tokens, kept for good;
 - window pages: window keys, one row per token, plus a header with the overlap rows (the A halves of
-  the page's last CSA group), so that a page boundary is a complete place to resume from;
+  the page's last CSA group) and the streams of the page's last token (which the draft module joins
+  with the first token after it), so that a page boundary is a complete place to resume from;
 - rings, one slot per running sequence: the raw inputs (k, g) of groups that are still open, found
   by position modulo the ring.
 Page 0 and slot 0 belong to padding and stay zero.
@@ -13,6 +14,7 @@ All pools are flat [rows, width], the form a paged write wants on every backend.
 
 import dataclasses
 import math
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ class Pools:
 
     layers: tuple[LayerPool, ...]
     mtp: LayerPool | None
+    streams: Tensor | None  # [window pages, M * D] of each page's last token; with mtp only
     page_tokens: int = static()
     slots: int = static()
 
@@ -84,7 +87,10 @@ class PoolLeaf:
 
     shape: tuple[int, ...]
     axes: P
-    kind: str  # cache kind for reports: window, compressed, index keys, open inputs, overlap
+    kind: str  # for reports: window, compressed, index keys, open inputs, overlap, draft streams
+    group: str  # whose indices address it: history, window or slots
+    unit: int  # rows of one page or slot
+    slack: int = 0  # of these, rows for drafts that may be rejected
     wide: bool = False
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
@@ -97,27 +103,54 @@ def ring_rows(plan: LayerPlan, drafts: int) -> int:
     return plan.overlap * plan.rate + drafts
 
 
-def _leaf(shape: tuple[int, int], kind: str, wide: bool = False) -> Any:
+# Which indices address the rows of each kind.
+_GROUPS = MappingProxyType(
+    {
+        "window": "window",
+        "overlap": "window",
+        "draft streams": "window",
+        "compressed": "history",
+        "index keys": "history",
+        "open inputs": "slots",
+    }
+)
+
+
+def _leaf(
+    sizes: PoolSizes, kind: str, unit: int, width: int, *, slack: int = 0, wide: bool = False
+) -> Any:
     # Any, not PoolLeaf: the spec tree has the pool tree's types.
-    return PoolLeaf(shape=shape, axes=P("seqs", None), kind=kind, wide=wide)
+    group = _GROUPS[kind]
+    counts = {
+        "history": sizes.history_pages,
+        "window": sizes.window_pages,
+        "slots": sizes.slots,
+    }
+    return PoolLeaf(
+        shape=(counts[group] * unit, width),
+        axes=P("seqs", None),
+        kind=kind,
+        group=group,
+        unit=unit,
+        slack=slack,
+        wide=wide,
+    )
 
 
 def _entries(plan: LayerPlan, width: int, sizes: PoolSizes, kind: str) -> Entries:
     c, r = plan.overlap, plan.rate
-    rows = sizes.history_pages * (sizes.page_tokens // r)
-    ring = sizes.slots * ring_rows(plan, sizes.drafts)
-    header = _leaf((sizes.window_pages * r, 2 * width), "overlap", wide=True)
+    ring, slack = ring_rows(plan, sizes.drafts), sizes.drafts
     return Entries(
-        rows=_leaf((rows, width), kind),
-        ring=_leaf((ring, 2 * c * width), "open inputs", wide=True),
-        header=header if c == 2 else None,
+        rows=_leaf(sizes, kind, sizes.page_tokens // r, width),
+        ring=_leaf(sizes, "open inputs", ring, 2 * c * width, slack=slack, wide=True),
+        header=_leaf(sizes, "overlap", r, 2 * width, wide=True) if c == 2 else None,
     )
 
 
 def _layer_pool(cfg: Config, plan: LayerPlan, sizes: PoolSizes) -> LayerPool:
     indexed = plan.kind is Kind.CSA
     return LayerPool(
-        window=_leaf((sizes.window_pages * sizes.page_tokens, cfg.head_dim), "window"),
+        window=_leaf(sizes, "window", sizes.page_tokens, cfg.head_dim),
         compressed=_entries(plan, cfg.head_dim, sizes, "compressed") if plan.rate else None,
         keys=_entries(plan, cfg.index_dim, sizes, "index keys") if indexed else None,
     )
@@ -129,6 +162,7 @@ def pool_spec(cfg: Config, sizes: PoolSizes) -> Pools:
     return Pools(
         layers=tuple(_layer_pool(cfg, plan, sizes) for plan in cfg.plans),
         mtp=_layer_pool(cfg, cfg.mtp_plan, sizes) if cfg.mtp else None,
+        streams=_leaf(sizes, "draft streams", 1, cfg.streams * cfg.dim) if cfg.mtp else None,
         page_tokens=sizes.page_tokens,
         slots=sizes.slots,
     )

@@ -6,7 +6,7 @@ Nothing is loaded: weights are judged by their headers, sizes come from the tabl
 import collections
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from registry import builtin_model
 from registry.build import Resolved, read_config, resolve
 from registry.deepseek_v4 import has_drafts
 from registry.registry import Registry, default_registry
-from runtime import load
+from runtime import load, pools_report
 from runtime.load import CheckpointError, LoadReport
+from runtime.pools import PoolPlan
 
 LENGTHS = (8192, 131072, 1048576)  # tokens
 SHOWN = 20  # faults of one kind
@@ -53,16 +54,20 @@ def explain(
     backend: str = "eager",
     dtype: torch.dtype = torch.bfloat16,
     registry: Registry | None = None,
+    plan: Callable[[Config, torch.dtype], PoolPlan] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides about `source`: a directory, a preset's name, or the built-in model.
 
-    Raises ValueError where `build` would, except for weights that do not fit: those are told.
+    With `plan`, which is handed the config that the weights serve, also what pools it makes.
+    Raises ValueError where `build` and `plan` would, except for weights that do not fit: those are
+    told.
     """
     registry = registry or default_registry()
     origin, folder, raw = _open(source)
     found = resolve(raw, architecture, registry)
     cfg = found.reading.cfg
     weights = _weights(folder, cfg)
+    stored = dataclasses.replace(cfg, mtp=cfg.mtp if (weights or {}).get("drafts", True) else 0)
     return {
         "source": origin,
         "architecture": _architecture(found, registry),
@@ -70,6 +75,7 @@ def explain(
         "layers": _layers(found.reading),
         "parameters": _parameters(cfg, dtype),
         "cache": _cache(cfg, dtype),
+        **({"pools": pools_report.facts(plan(stored, dtype))} if plan else {}),
         "weights": weights,
         "backend": _backend(backend),
         "refuses": {"now": _now(weights), "if": _if(cfg)},

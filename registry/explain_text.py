@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+from runtime import pools_report
+from runtime.columns import columns, size
+
 
 def text(facts: dict[str, Any]) -> str:
     """Everything `explain` found, in sections."""
@@ -11,6 +14,7 @@ def text(facts: dict[str, Any]) -> str:
         ("layers", _layers(facts["layers"])),
         ("parameters", _parameters(facts["parameters"])),
         ("cache", _cache(facts["cache"])),
+        *((("pools", pools_report.lines(facts["pools"])),) if "pools" in facts else ()),
         ("config.json", _config(facts["config"])),
         ("weights", _weights(facts["weights"])),
         ("backend", _backend(facts["backend"])),
@@ -26,29 +30,9 @@ def names_text(facts: dict[str, Any]) -> str:
     rows = [("name", "state", "served by, or needs")]
     for e in facts["names"]:
         rows.append((e["name"], e["state"], e["target"] or e["needs"] or f"see {e['alias_of']}"))
-    lines = [f"registry {facts['digest']}, {len(facts['names'])} names", *_columns(rows)]
+    lines = [f"registry {facts['digest']}, {len(facts['names'])} names", *columns(rows)]
     lines += [f"{o['name']}: {o['winner']} overrides {o['loser']}" for o in facts["overrides"]]
     return "\n".join(lines)
-
-
-def _columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Rows padded to columns; those numbered in `right` align to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    out = []
-    for row in rows:
-        cells = (
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        out.append("  ".join(cells).rstrip())
-    return out
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3f} {unit}"
-    return f"{count:g} B"
 
 
 def _model(facts: dict[str, Any]) -> list[str]:
@@ -61,7 +45,7 @@ def _model(facts: dict[str, Any]) -> list[str]:
         ("losers", ", ".join(a["losers"]) or "none"),
         ("registry", a["digest"]),
     ]
-    return _columns(rows)
+    return columns(rows)
 
 
 def _because(layer: dict[str, Any], choices: tuple[str, ...]) -> str:
@@ -90,17 +74,17 @@ def _layers(layers: list[dict[str, Any]]) -> list[str]:
         choices = ("kind", "rate", "router", "rope")
         values = (str(layer[c]["value"]) for c in choices[:3])
         rows.append((layer["name"], *values, turned, _because(layer, choices)))
-    return _columns(rows, right=(2,))
+    return columns(rows, right=(2,))
 
 
 def _parameters(p: dict[str, Any]) -> list[str]:
     rows = [("group", "parameters", f"in {p['dtype']}")]
     for group, has in p["groups"].items():
-        rows.append((group, f"{has['count']:,}", _bytes(has["bytes"])))
+        rows.append((group, f"{has['count']:,}", size(has["bytes"])))
     rows.append(("backbone", f"{p['backbone']:,}", ""))
-    rows.append(("total", f"{p['count']:,}", _bytes(p["bytes"])))
+    rows.append(("total", f"{p['count']:,}", size(p["bytes"])))
     return [
-        *_columns(rows, right=(1, 2)),
+        *columns(rows, right=(1, 2)),
         f"{p['checkpoint_tensors']:,} tensors in a released checkpoint, scales included",
     ]
 
@@ -110,14 +94,14 @@ def _cache(c: dict[str, Any]) -> list[str]:
     head = ("one sequence", "per token", "constant", *(f"{int(n):,}" for n in lengths))
     rows: list[tuple[str, ...]] = [head]
     for kind in c["bytes_per_token"]:
-        at = (_bytes(c["bytes_at"][n][kind]) for n in lengths)
-        constant = _bytes(c["bytes_per_sequence"][kind])
+        at = (size(c["bytes_at"][n][kind]) for n in lengths)
+        constant = size(c["bytes_per_sequence"][kind])
         rows.append((kind, f"{c['bytes_per_token'][kind]:g} B", constant, *at))
     beyond = [n for n in lengths if int(n) > c["max_positions"]]
     told = f"in {c['dtype']}; pages of {c['page_tokens']} tokens or a multiple"
     if beyond:
         told += f"; this model ends at {c['max_positions']:,} tokens"
-    return [*_columns(rows, right=tuple(range(1, len(head)))), told]
+    return [*columns(rows, right=tuple(range(1, len(head)))), told]
 
 
 def _config(c: dict[str, Any]) -> list[str]:
@@ -128,7 +112,7 @@ def _config(c: dict[str, Any]) -> list[str]:
         *(("note", note) for note in c["notes"]),
         *(("no effect", f"{field}: {why}") for field, why in c["ignored"].items()),
     ]
-    return _columns(rows)
+    return columns(rows)
 
 
 def _counts(counts: dict[str, int]) -> str:
@@ -141,7 +125,7 @@ def _weights(w: dict[str, Any] | None) -> Iterable[str]:
     lines = []
     if "used" in w:
         lines.append(f"{w['files']} files, {w['family']} names")
-        told = f"used {w['used']:,} tensors ({_counts(w['formats'])}), {_bytes(w['bytes'])}"
+        told = f"used {w['used']:,} tensors ({_counts(w['formats'])}), {size(w['bytes'])}"
         lines.append(told + ("" if w["drafts"] else "; no draft module"))
         lines += [f"skipped {count}: {why}" for why, count in w["skipped"].items()]
     for kind, faults in w["faults"].items():
@@ -154,4 +138,4 @@ def _backend(b: dict[str, Any]) -> list[str]:
     rows = [(b["name"], b["why"])]
     for name, op in b["operators"].items():
         rows.append((name, op["lowering"] + (" (fallback: plain)" if op["fallback"] else "")))
-    return _columns(rows)
+    return columns(rows)

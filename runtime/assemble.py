@@ -33,6 +33,19 @@ class Row:
     wanted: int = 1  # how many of the last tokens have their logits wanted
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What n sequences do in a step, as arrays: what `assemble_rows` works on."""
+
+    tokens: Ints  # [T] of all sequences, one after the other
+    counts: Ints  # [n] of them each, at least one
+    starts: Ints  # [n] position of its first token
+    slots: Ints  # [n]
+    wanted: Ints  # [n] how many of its last tokens have their logits wanted
+    history: Ints  # [n, Q] history page of each page_tokens positions
+    window: Ints  # [n, Q'] window page; column = page index modulo Q'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
     """Sizes of a step's tensors; None is what the step needs. Too small a size is refused.
@@ -81,19 +94,26 @@ def _closes(starts: Ints, ends: Ints, rate: int) -> Ints:
     return np.stack((rows, np.repeat(first, counts) + _spans(counts)), axis=1)
 
 
-def _tables(rows: Sequence[Row], page_tokens: int, shape: Shape, seqs: int) -> tuple[Ints, Ints]:
-    """History pages [B, Q] and window pages [B, Q']; columns nobody needs hold page 0."""
+def _tables(rows: Sequence[Row], page_tokens: int, shape: Shape) -> tuple[Ints, Ints]:
+    """History pages [n, Q] and window pages [n, Q']; columns nobody needs hold page 0."""
     spans = [-(-(r.start + len(r.tokens)) // page_tokens) for r in rows]
-    q = _size("history", shape.history, max(spans))
     w = _size("window", shape.window, max(len(r.window_pages) for r in rows))
-    history, window = np.zeros((seqs, q), np.int64), np.zeros((seqs, w), np.int64)
-    for b, (row, pages) in enumerate(zip(rows, spans, strict=True), start=1):
+    history = np.zeros((len(rows), max(spans)), np.int64)
+    window = np.zeros((len(rows), w), np.int64)
+    for b, (row, pages) in enumerate(zip(rows, spans, strict=True)):
         assert len(row.history_pages) >= pages, "a sequence has fewer history pages than tokens"
         assert row.window_start + len(row.window_pages) >= pages, "or fewer window pages"
         history[b, :pages] = row.history_pages[:pages]
         columns = (row.window_start + np.arange(len(row.window_pages))) % w
         window[b, columns] = row.window_pages
     return history, window
+
+
+def _framed(name: str, x: Ints, seqs: int, width: int | None) -> Ints:
+    """A table with row 0 and padding rows, and columns up to `width`."""
+    out = np.zeros((seqs, _size(name, width, x.shape[1])), np.int64)
+    out[1 : 1 + len(x), : x.shape[1]] = x
+    return out
 
 
 def _grown(x: Ints, size: int, value: int = 0) -> Ints:
@@ -119,19 +139,41 @@ def assemble(
     shape: Shape | None = None,
     device: torch.device | None = None,
 ) -> Batch:
+    """As `assemble_rows`, of rows one by one."""
+    shape = shape or Shape()
+    history, window = _tables(rows, page_tokens, shape)
+    listed = Rows(
+        tokens=np.concatenate([np.asarray(r.tokens, np.int64) for r in rows]),
+        counts=np.array([len(r.tokens) for r in rows]),
+        starts=np.array([r.start for r in rows]),
+        slots=np.array([r.slot for r in rows]),
+        wanted=np.array([r.wanted for r in rows]),
+        history=history,
+        window=window,
+    )
+    return assemble_rows(listed, cfg.rates, block=block, shape=shape, device=device)
+
+
+def assemble_rows(
+    rows: Rows,
+    rates: Sequence[int],
+    *,
+    block: int,
+    shape: Shape | None = None,
+    device: torch.device | None = None,
+) -> Batch:
     """The batch of a step: sequence i of `rows` has table row i + 1. `block` is Z.
 
-    Wanted logits are in order of sequences, then of tokens; padding follows. Raises ValueError if
-    `shape` is too small for the step.
+    `rates` are `cfg.rates`, or none for the draft module, which closes no groups. Wanted logits are
+    in order of sequences, then of tokens; padding follows. Raises ValueError if `shape` is too
+    small for the step.
     """
     shape = shape or Shape()
-    counts = np.array([len(r.tokens) for r in rows])
-    starts = np.array([r.start for r in rows])
-    wants = np.array([r.wanted for r in rows])
+    counts, starts, wants = rows.counts, rows.starts, rows.wanted
     assert counts.min() >= 1, "a sequence in a step has at least one token"
     assert (wants <= counts).all(), "more logits wanted than there are tokens"
     ends, stops = starts + counts, counts.cumsum()
-    seq = np.repeat(np.arange(1, len(rows) + 1), counts)
+    seq = np.repeat(np.arange(1, len(counts) + 1), counts)
     positions = np.repeat(starts, counts) + _spans(counts)
     blocks, place = _blocks(seq, positions, block)
     wanted = np.repeat(stops - wants, wants) + _spans(wants)
@@ -140,28 +182,27 @@ def assemble(
     t = _size("tokens", shape.tokens, real)
     spare = int(t > real)
     u = _size("blocks", shape.blocks, len(blocks) + spare)
-    seqs = _size("seqs", shape.seqs, len(rows) + 1)
-    history, window = _tables(rows, page_tokens, shape, seqs)
+    seqs = _size("seqs", shape.seqs, len(counts) + 1)
     head = np.zeros(1, np.int64)
     arrays = {
-        "tokens": _grown(np.concatenate([np.asarray(r.tokens) for r in rows]), t),
+        "tokens": _grown(rows.tokens, t),
         "positions": _grown(positions, t),
         "seq": _grown(seq, t),
         "starts": _grown(np.concatenate((head, starts)), seqs),
         "lengths": _grown(np.concatenate((head, ends)), seqs),
         "first": _grown(np.concatenate((head, stops - counts)), seqs),
         "wanted": _grown(wanted, _size("wanted", shape.wanted, len(wanted))),
-        "history": history,
-        "window": window,
-        "slots": _grown(np.concatenate((head, [r.slot for r in rows])), seqs),
+        "history": _framed("history", rows.history, seqs, shape.history),
+        "window": _framed("window", rows.window, seqs, shape.window),
+        "slots": _grown(np.concatenate((head, rows.slots)), seqs),
         # Padding tokens stand in a block of their own; spare blocks repeat a token.
         "blocks": _grown(blocks, u, real if spare else 0),
         "place": _grown(place, t, len(blocks) * block),
     }
-    num_closes = shape.closes or (None,) * len(cfg.rates)
-    for rate, size in zip(cfg.rates, num_closes, strict=True):
+    num_closes = shape.closes or (None,) * len(rates)
+    for rate, size in zip(rates, num_closes, strict=True):
         c = _closes(starts, ends, rate)
         arrays[f"closes {rate}"] = _grown(c, _size(f"closes of rate {rate}", size, len(c)))
     made = _tensors(arrays, device)
-    closes = tuple(made.pop(f"closes {rate}") for rate in cfg.rates)
+    closes = tuple(made.pop(f"closes {rate}") for rate in rates)
     return Batch(**made, closes=closes)

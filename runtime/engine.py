@@ -6,17 +6,26 @@ for request in engine.generate([Request(prompt=(0, 17, 42))]):
 """
 
 import dataclasses
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dsv4.state import Pools, PoolSizes
-from runtime.plan import Plan
-from runtime.request import Event, Request
+from runtime.cache import Cache
+from runtime.drafts import Acceptance, Drafts
+from runtime.parcel import Parcel
+from runtime.plan import Plan, Ran
+from runtime.pools import served
+from runtime.prefix import CacheReport, Prefix
+from runtime.request import Event, Limits, Request, Sampling
+from runtime.rules import CHUNK, Rules
 from runtime.runner import Model, Runner
 from runtime.scheduler import Scheduler
 from runtime.text import Decode
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -30,11 +39,11 @@ class Meter:
     decode_tokens: int = 0
     decode_s: float = 0.0
 
-    def count(self, plan: Plan, seconds: float) -> None:
-        """Add one step."""
+    def count(self, plan: Plan, ran: Sequence[Ran], seconds: float) -> None:
+        """Add one step: rows of prompts, or tokens that decoding brought."""
         if plan.decode:
             self.decode_steps += 1
-            self.decode_tokens += plan.tokens
+            self.decode_tokens += sum(len(r.sampled) for r in ran)
             self.decode_s += seconds
         else:
             self.prefill_steps += 1
@@ -43,38 +52,54 @@ class Meter:
 
 
 class Engine:
-    """Generates for many requests at once. One thread."""
+    """Generates for many requests at once. One thread; for asyncio see `async_engine.py`."""
 
     def __init__(
         self,
         model: Model,
         sizes: PoolSizes,
         *,
-        chunk: int = 512,
+        chunk: int = CHUNK,
         budget: int | None = None,
         block: int = 16,
         decode: Decode | None = None,
         exact: bool = False,
+        drafts: Drafts | None = None,
+        cache: bool = True,
+        max_waiting: int | None = None,
     ) -> None:
         """Allocate the pools.
 
         `chunk`: most prompt tokens of one request per step. `budget`: most tokens per step, at
-        least one per slot; by default a chunk and one per slot. `block`: tokens per query block of
-        steps with prompt tokens (plain decode steps have 1). `decode`: token ids to text, needed
-        for text and stop strings. `exact`: make every number of a request bit-equal whatever runs
-        beside it and however its prompt is cut, at the price of padding each step.
+        least one per slot and its drafts; by default a chunk and these. `block`: tokens per query
+        block of steps with prompt tokens (plain decode steps have 1). `decode`: token ids to text,
+        needed for text and stop strings. `exact`: make every number of a request bit-equal whatever
+        runs beside it, however its prompt is cut and whatever of it was cached, at the price of
+        padding each step. `drafts`: draft with the model's draft module. `cache`: reuse prefixes.
+        `max_waiting`: requests that may wait before `add` refuses with `Overloaded`.
 
-        Raises ValueError for sizes that do not fit the model or the budget.
+        Raises ValueError for sizes that do not fit the model or the budget, or drafts without a
+        draft module.
         """
         if block < 1:
             raise ValueError(f"block is {block}; it must be at least 1 token")
+        depth = drafts.depth if drafts else 0
         if budget is None:
-            budget = chunk + sizes.slots - 1
-        self._scheduler = Scheduler(model.cfg, sizes, chunk=chunk, budget=budget)
-        self._runner = Runner(model, sizes, block=block, exact=exact)
+            budget = chunk + (sizes.slots - 1) * (1 + depth)
+        rules = Rules(chunk=chunk, budget=budget, max_waiting=max_waiting, drafts=drafts)
+        rules.check(sizes.slots - 1)
+        _check_drafts(model, sizes, depth)
+        # Without drafts nothing is kept for them.
+        self._cfg = cfg = served(model.cfg, depth)
+        embed = model.params.embed
+        self._cache = Cache(cfg, sizes, most=chunk, dtype=embed.dtype, device=embed.device)
+        self._prefix = Prefix(self._cache.pages, self._cache.digest, enabled=cache)
+        self._scheduler = Scheduler(cfg, self._cache.pages, self._prefix, rules)
+        self._runner = Runner(model, self._cache, block=block, drafts=drafts, exact=exact)
         self._decode = decode
         self._streams: dict[int, deque[Event]] = {}
         self.meter = Meter()
+        self.acceptance = Acceptance(drafts, drafts.price(cfg.layers)) if drafts else None
 
     @property
     def idle(self) -> bool:
@@ -84,38 +109,100 @@ class Engine:
     @property
     def pools(self) -> Pools:
         """The caches as they stand between two steps; the next step may overwrite them."""
-        return self._runner.pools
+        return self._cache.pools
 
     def add(self, request: Request) -> Request:
-        """Queue a request. Raises ValueError, now, for one that can never be served."""
+        """Queue a request.
+
+        Raises ValueError, now, for one that can never be served, and `Overloaded` (a ValueError)
+        if too many wait.
+        """
         self._scheduler.add(request, self._decode)
         return request
+
+    def fork(
+        self, request: Request, *, sampling: Sampling | None = None, limits: Limits | None = None
+    ) -> Request:
+        """A new request that goes on from what this one has so far; its output begins there.
+
+        Full pages are shared and only the open one is copied, if there is room at once; if not, the
+        new request waits like any other. Raises as `add`, and for a request that does not run.
+        """
+        child = request.follow(sampling, limits)
+        copies = self._scheduler.fork(request, child, self._decode)
+        if copies is not None:
+            self._cache.copy(copies)
+        return child
+
+    def export(self, request: Request) -> Parcel:
+        """The state of a running request, to go on with in another engine.
+
+        There: `Request(prompt=request.tokens, parcel=...)`. Raises ValueError for a request that
+        has no state here.
+        """
+        self._scheduler.check_own(request)
+        if request.held is None or not request.computed:
+            raise ValueError(f"request {request.id} has no state yet; step until it runs")
+        return self._cache.export(request.held, request.tokens)
 
     def abort(self, request: Request) -> None:
         """End a request and free what it holds; no more events come for it."""
         self._scheduler.abort(request)
 
+    def cache_report(self, request: Request) -> CacheReport:
+        """How much of a request's prompt was found in the prefix cache, and why not more.
+
+        Of one that was not admitted yet: what would be found now.
+        """
+        if request.report is not None:
+            return request.report
+        chain = self._prefix.chain(request.salt, request.extra) if request.cache else None
+        return self._prefix.match(chain, request.tokens)[1]
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache: after the parameters were changed."""
+        self._prefix.forget()
+
     def step(self) -> list[Event]:
         """Run one step; an event for every request that got tokens. Empty when idle.
 
-        If the step itself fails, its requests are computed anew from the next call on: what it
-        may have written is not trusted.
+        If the step fails, its requests are computed anew, one by one, from the next call on: what
+        it may have written is not trusted. One that fails alone too ends with the error, and no
+        other does.
         """
         plan = self._scheduler.plan()
         if plan is None:
             return []
         start_s = time.perf_counter()
         try:
-            sampled = self._runner.run(plan)
+            ran = self._runner.run(plan)
+        except Exception as error:
+            guilty = self._scheduler.restart(plan)
+            log.exception("a step of %d requests failed; they start over", len(plan.work))
+            return self._told([self._scheduler.fail(r, error) for r in guilty])
         except BaseException:
             self._scheduler.restart(plan)
             raise
-        events = self._scheduler.commit(plan, sampled)
-        self.meter.count(plan, time.perf_counter() - start_s)
+        events = self._scheduler.commit(plan, ran)
+        self.meter.count(plan, ran, time.perf_counter() - start_s)
+        if self.acceptance is not None:
+            for work, result in zip(plan.work, ran, strict=True):
+                if work.drafts:
+                    self.acceptance.verified(len(work.drafts), len(result.sampled) - 1)
+        return self._told(events)
+
+    def _told(self, events: list[Event]) -> list[Event]:
         for event in events:
             if event.request.id in self._streams:
                 self._streams[event.request.id].append(event)
         return events
+
+    def drain(self) -> list[Request]:
+        """Run everything that was added to its end; the requests that ended, in that order."""
+        ended = []
+        while not self.idle:
+            ended += [event.request for event in self.step() if event.finish is not None]
+        return ended
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Events of one request until it ends. Everything else in the engine moves on as well.
@@ -166,3 +253,16 @@ class Engine:
     def audit(self) -> None:
         """Assert that no page and no slot is lost, or owned twice."""
         self._scheduler.audit()
+
+
+def _check_drafts(model: Model, sizes: PoolSizes, depth: int) -> None:
+    if depth and (model.draft is None or not model.cfg.mtp):
+        raise ValueError(
+            "drafts are asked for, but the model has no draft module: build it with drafts=True "
+            "from a checkpoint that has one, or leave drafts out"
+        )
+    if depth > sizes.drafts:
+        raise ValueError(
+            f"drafts of depth {depth} need pools with drafts = {depth}, and they have "
+            f"{sizes.drafts}: pass drafts={depth} to runtime.pages.fit"
+        )

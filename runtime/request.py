@@ -8,28 +8,18 @@ import dataclasses
 import enum
 import math
 import operator
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
+
+from torch import Tensor
 
 from dsv4.config import Config
+from runtime.drafts import DraftRecord
 from runtime.pages import Held
+from runtime.parcel import Parcel
+from runtime.prefix import CacheReport, Chain
+from runtime.ranges import real, whole
 from runtime.text import Decode, TextStream
-
-
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    if not ok or value < low or (high is not None and value > high):
-        limit = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} is {value!r:.60}; it must be a whole number {limit}")
-
-
-def _real(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    if not ok or value > sys.float_info.max or (above and value == low):
-        start = f"above {low:g}" if above else f"from {low:g}"
-        limit = f"at most {min(high, sys.float_info.max):g}"
-        raise ValueError(f"{name} is {value!r:.60}; it must be a number {start}, {limit}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +34,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the field, the value and what is allowed."""
-        _real("temperature", self.temperature, 0, math.inf)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _real("top_p", self.top_p, 0, 1, above=True)
-        _real("min_p", self.min_p, 0, 1)
-        _whole("seed", self.seed, 0, 2**63 - 1)
+        real("temperature", self.temperature, 0, math.inf)
+        whole("top_k", self.top_k, 0, 2**31 - 1)
+        real("top_p", self.top_p, 0, 1, above=True)
+        real("min_p", self.min_p, 0, 1)
+        whole("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,18 +52,18 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the field, the value and what is allowed."""
-        _whole("max_new_tokens", self.max_new_tokens, 1)
+        whole("max_new_tokens", self.max_new_tokens, 1)
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0)
+            whole("stop_token_ids", token, 0)
 
 
 class Status(enum.Enum):
     """Where a request stands."""
 
     NEW = "new"  # not added to an engine
-    WAITING = "waiting"  # for a slot and pages
+    WAITING = "waiting"  # for a slot and pages, the first time or after a preemption
     RUNNING = "running"
     DONE = "done"
 
@@ -86,8 +76,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]  # the likeliest (token id, value), descending
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One token that a step produced for a request."""
 
     token: int
@@ -96,7 +85,18 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class Proposal:
+    """Drafts of a request's next tokens."""
+
+    tokens: tuple[int, ...]
+    q: Tensor | None = None  # [drafts, V] what each was drawn from, for the rule "ratio"
+
+    def first(self, count: int) -> "Proposal":
+        """The first `count` of them, at least one."""
+        return Proposal(self.tokens[:count], None if self.q is None else self.q[:count])
+
+
+class Event(NamedTuple):
     """What one step brought one request."""
 
     request: "Request"
@@ -114,19 +114,30 @@ class Request:
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     logprobs: int | None = None  # None: none; n: of the chosen token and of the n likeliest
+    priority: int = 0  # lower runs first; equal ones in order of arrival
+    salt: str = ""  # prefixes are shared only between requests with the same salt
+    extra: tuple[str, ...] = ()  # likewise: what else the state depends on, an adapter for example
+    cache: bool = True  # whether it may use and leave cached prefixes
+    drafting: bool = True  # whether drafts may be made for it
 
     id: int = -1  # given by the engine
     status: Status = Status.NEW
     tokens: list[int] = dataclasses.field(default_factory=list)  # prompt and output
-    computed: int = 0  # leading tokens whose state is in the pools
     room: int = 0  # tokens it may come to hold state of
     held: Held | None = None
+    chain: Chain | None = None  # page keys; None without a prefix cache
+    report: CacheReport | None = None  # what the prefix cache brought at first admission
+    parcel: Parcel | None = None  # state to begin with, from another engine
+    proposal: Proposal | None = None  # drafts of the next tokens
+    drafted: DraftRecord | None = None  # what became of its drafts; None: none are made
+    preemptions: int = 0
     text: str = ""  # shown so far
     stream: TextStream | None = None
     scores: list[Logprobs] = dataclasses.field(default_factory=list)  # one per output token
     finish: str | None = None
     error: Exception | None = None  # why finish is "error"; it ended this request alone
-    added_s: float = 0.0  # time.perf_counter at add, first token and end
+    added_s: float = 0.0  # time.perf_counter at add, first admission, first token and end
+    admitted_s: float = 0.0
     first_s: float = 0.0
     finished_s: float = 0.0
 
@@ -135,7 +146,8 @@ class Request:
         if len(self.prompt) == 0:
             raise ValueError("the prompt is empty; it must have at least one token")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0)
+            whole("logprobs", self.logprobs, 0)
+        whole("priority", self.priority, -(2**31), 2**31 - 1)
         for token in self.prompt:
             if isinstance(token, bool | float | str) or not hasattr(token, "__index__"):
                 raise ValueError(f"the prompt holds {token!r:.60}; token ids are whole numbers")
@@ -144,9 +156,28 @@ class Request:
         self.tokens = list(self.prompt)
 
     @property
+    def computed(self) -> int:
+        """Leading tokens whose state is in the pools."""
+        return self.held.length if self.held is not None else 0
+
+    @property
     def output(self) -> list[int]:
         """The generated token ids, a final EOS or stop token included."""
         return self.tokens[len(self.prompt) :]
+
+    def follow(self, sampling: Sampling | None, limits: Limits | None) -> "Request":
+        """A new request that begins with all tokens of this one, and asks for the same or this."""
+        return Request(
+            prompt=self.tokens,
+            sampling=sampling or self.sampling,
+            limits=limits or self.limits,
+            logprobs=self.logprobs,
+            priority=self.priority,
+            salt=self.salt,
+            extra=self.extra,
+            cache=self.cache,
+            drafting=self.drafting,
+        )
 
     def check(self, cfg: Config) -> None:
         """Raise ValueError for what this model can never serve."""
@@ -200,13 +231,17 @@ class Request:
             self.finish = "stop"
         elif token in cfg.eos and not limits.ignore_eos:
             self.finish = "eos"
-        shown, stop = "", None
-        if self.stream is not None and self.finish is None:
-            shown, stop = self.stream.push(token)
-        if stop is None and self.finish is None and len(self.tokens) > self.room:
+        elif len(self.tokens) > self.room:
             self.finish = "length"
-        if self.stream is not None and self.finish is not None:
-            rest, stop = self.stream.close()
+        return self._show(self.stream, token) if self.stream is not None else ""
+
+    def _show(self, stream: TextStream, token: int) -> str:
+        """The text that a token brings, and a stop string in it."""
+        shown, stop = "", None
+        if self.finish in (None, "length"):  # other last tokens are not part of the text
+            shown, stop = stream.push(token)
+        if stop is None and self.finish is not None:
+            rest, stop = stream.close()
             shown += rest
         if stop is not None:
             self.finish = "stop"

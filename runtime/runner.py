@@ -1,25 +1,37 @@
-"""The one owner of device state: parameters, pools, and the program that steps them."""
+"""The one owner of device state: parameters, caches, and the programs that step them.
+
+A run is the step of the backbone, then sampling, then the draft module (`propose.py`).
+
+`exact` makes every matrix product have a multiple of 8 rows, blocks one size and tables one width:
+then every reduction is the same whatever else is in the step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4 import sample
 from dsv4.batch import Batch, StepOut
 from dsv4.config import Config
 from dsv4.params import Params
-from dsv4.state import Pools, PoolSizes, init_pools
-from runtime.assemble import Row, Shape, assemble
-from runtime.plan import Plan, Work
-from runtime.request import Logprobs, Sampled
+from dsv4.state import Pools
+from runtime import draw, propose
+from runtime.assemble import Ints, Rows, Shape, assemble_rows
+from runtime.cache import Cache
+from runtime.drafts import Drafts
+from runtime.plan import Plan, Ran
+from runtime.request import Sampled
 
 Step = Callable[[Params, Pools, Batch], tuple[StepOut, Pools]]
+Draft = Callable[[Params, Pools, Tensor, Batch], tuple[StepOut, Pools]]
+Mark = Callable[[str], None]
 
 
 class Model(Protocol):
-    """What the runtime is handed: a config, parameters, and a step over them."""
+    """What the runtime is handed: a config, parameters, and steps over them."""
 
     @property
     def cfg(self) -> Config:
@@ -36,113 +48,110 @@ class Model(Protocol):
         """May write its pools in place: the pools it returns are the only ones after a call."""
         ...
 
+    @property
+    def draft(self) -> Draft | None:
+        """The draft module over the streams before each token; likewise. None: there is none."""
+        ...
+
+
+def _unmarked(_: str) -> None:
+    """Nobody watches."""
+
 
 class Runner:
     """Runs plans. Not re-entrant."""
 
-    def __init__(self, model: Model, sizes: PoolSizes, *, block: int, exact: bool) -> None:
-        """See `Engine`."""
-        self._model = model
-        self._block = block
-        self._exact = exact
-        cfg, embed = model.cfg, model.params.embed
-        self._device = embed.device
-        self._pools = init_pools(cfg, sizes, embed.dtype, embed.device)
-        held = (sizes.history_pages - 1) * sizes.page_tokens
-        self._longest = -(-min(cfg.max_positions, held) // sizes.page_tokens)  # pages
+    def __init__(
+        self, model: Model, cache: Cache, *, block: int, drafts: Drafts | None, exact: bool
+    ) -> None:
+        """`block`: tokens per query block of steps with prompt tokens; others have 1."""
+        self._model, self._cache = model, cache
+        self._block, self._drafts, self._exact = block, drafts, exact
+        self._device = model.params.embed.device
+        self._longest = cache.pages.history_table.shape[1]  # pages of the longest request
+        self.mark: Mark = _unmarked  # told the name of every stage that begins
 
-    @property
-    def pools(self) -> Pools:
-        """The caches as they stand between two steps."""
-        return self._pools
-
-    def run(self, plan: Plan) -> list[list[Sampled]]:
-        """Compute a plan; per work the tokens sampled, none where no logits were wanted."""
+    def run(self, plan: Plan) -> list[Ran]:
+        """Compute a plan; per work the tokens that hold, and drafts of the next ones."""
         with torch.no_grad():
+            for _, held, parcel in plan.imports:
+                self._cache.put(held, parcel)
+            self.mark("assemble")
             batch = self._batch(plan)
-            out, self._pools = self._model.step(self._model.params, self._pools, batch)
-            rows = [w for w in plan.work for _ in range(w.wanted)]
-            if not rows:
-                return [[] for _ in plan.work]
-            drawn = iter(_sample(out.logits[: len(rows)], rows))
-            return [[next(drawn) for _ in range(w.wanted)] for w in plan.work]
+            self.mark("step")
+            out = self._step(batch)
+            self.mark("sample")
+            rows = sum(w.wanted for w in plan.work)
+            kept = draw.tokens(out.logits[:rows], plan.work) if rows else [[] for _ in plan.work]
+            if self._drafts is None:
+                return [Ran(s) for s in kept]
+            self.mark("draft")
+            return self._propose(plan, out.hidden, kept)
+
+    def _step(self, batch: Batch) -> StepOut:
+        out, self._cache.pools = self._model.step(self._model.params, self._cache.pools, batch)
+        return out
 
     def _batch(self, plan: Plan) -> Batch:
-        rows = [_row(w) for w in plan.work]
-        return assemble(
-            rows,
-            self._model.cfg,
-            page_tokens=self._pools.page_tokens,
-            block=1 if plan.decode and not self._exact else self._block,
-            shape=self._shape(plan) if self._exact else None,
-            device=self._device,
+        work = plan.work
+        rows = Rows(
+            tokens=np.array([t for w in work for t in (*w.tokens, *w.drafts)]),
+            counts=np.array([len(w.tokens) + len(w.drafts) for w in work]),
+            starts=np.array([w.start for w in work]),
+            slots=np.array([w.slot for w in work]),
+            wanted=np.array([w.wanted for w in work]),
+            history=plan.history,
+            window=plan.window,
         )
+        return self._assemble(rows, self._model.cfg.rates, 1 if plan.decode else self._block)
 
-    def _shape(self, plan: Plan) -> Shape:
-        """Sizes that make every reduction independent of what else is in the step.
+    def _assemble(self, rows: Rows, rates: Sequence[int], block: int) -> Batch:
+        """In exact mode: sizes that make every reduction independent of what else is in the step.
 
         Matrix products have a multiple of 8 rows, and enough for all steps to go through the
         experts the same way; tables have the width of the longest request.
         """
-        cfg = self._model.cfg
-        wanted = sum(w.wanted for w in plan.work)
-        return Shape(
-            tokens=_eights(max(plan.tokens, -(-cfg.experts // cfg.topk))),
-            wanted=_eights(wanted),
-            history=self._longest,
-        )
+        shape = None
+        if self._exact:
+            cfg, block = self._model.cfg, self._block
+            shape = Shape(
+                tokens=_eights(max(len(rows.tokens), -(-cfg.experts // cfg.topk))),
+                wanted=_eights(int(rows.wanted.sum())),
+                history=self._longest if rates else None,
+            )
+        return assemble_rows(rows, rates, block=block, shape=shape, device=self._device)
+
+    def _propose(self, plan: Plan, hidden_TMD: Tensor, kept: list[list[Sampled]]) -> list[Ran]:
+        """Bring the draft module's rows up to date with what holds now, and draft from there."""
+        work = propose.catch_up(plan, kept, self._cache.pages.page_tokens)
+        if work is None or self._drafts is None:
+            return [Ran(s) for s in kept]
+        streams = hidden_TMD[self._index(work.source)]
+        if len(work.first):
+            saved = self._cache.pools.streams
+            assert saved is not None, "the pools of a model with drafts keep streams"
+            shape = streams.shape[1:]
+            streams[self._index(work.first)] = saved[self._index(work.page)].unflatten(1, shape)
+        block = 1 if plan.decode else self._block
+
+        def module(streams_TMD: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+            return self._draft(streams_TMD, rows, block)
+
+        drafts = propose.propose(plan, streams, work, module, self._drafts.rule)
+        return [Ran(s, drafts.get(i)) for i, s in enumerate(kept)]
+
+    def _draft(self, streams_TMD: Tensor, rows: Rows, block: int) -> tuple[Tensor, Tensor]:
+        draft, params = self._model.draft, self._model.params
+        assert draft is not None, "an engine with drafts has a model that makes them"
+        batch = self._assemble(rows, (), block)
+        pad = len(batch.tokens) - len(streams_TMD)
+        streams = F.pad(streams_TMD, (0, 0, 0, 0, 0, pad))
+        out, self._cache.pools = draft(params, self._cache.pools, streams, batch)
+        return out.logits, out.hidden
+
+    def _index(self, rows: Ints) -> Tensor:
+        return torch.from_numpy(rows).to(self._device)
 
 
 def _eights(n: int) -> int:
     return -(-n // 8) * 8
-
-
-def _row(work: Work) -> Row:
-    request, held = work.request, work.request.held
-    assert held is not None, "a request in a plan holds pages"
-    return Row(
-        tokens=request.tokens[work.start : work.start + work.count],
-        start=work.start,
-        slot=held.slot,
-        history_pages=held.history,
-        window_pages=held.window,
-        window_start=held.window_start,
-        wanted=work.wanted,
-    )
-
-
-def _draw(rows: Sequence[Work], like: Tensor) -> sample.Draw:
-    """The parameters of each row of logits; filters that no row uses are left out."""
-    asked = [w.request.sampling for w in rows]
-
-    def column(values: list) -> Tensor:
-        kind = torch.int64 if isinstance(values[0], int) else like.dtype
-        return torch.tensor(values, dtype=kind, device=like.device)
-
-    return sample.Draw(
-        temperature=column([float(s.temperature) for s in asked]),
-        seed=column([s.seed for s in asked]),
-        position=column([w.start + w.count for w in rows]),
-        top_k=column([s.top_k for s in asked]) if any(s.top_k for s in asked) else None,
-        top_p=column([float(s.top_p) for s in asked]) if any(s.top_p < 1 for s in asked) else None,
-        min_p=column([float(s.min_p) for s in asked]) if any(s.min_p for s in asked) else None,
-    )
-
-
-def _sample(logits_YV: Tensor, rows: Sequence[Work]) -> list[Sampled]:
-    if all(w.request.sampling.temperature == 0 for w in rows):
-        tokens = sample.greedy(logits_YV)
-    else:
-        tokens = sample.sample(logits_YV, _draw(rows, logits_YV))
-    ids = tokens.tolist()
-    finite = torch.isfinite(logits_YV.amax(-1)).tolist()
-    asked = [w.request.logprobs for w in rows]
-    most = max((n for n in asked if n is not None), default=None)
-    if most is None:
-        return [Sampled(i, finite=f) for i, f in zip(ids, finite, strict=True)]
-    own, top, index = (x.tolist() for x in sample.logprobs(logits_YV, tokens, most))
-    best = [tuple(zip(i, v, strict=True)) for i, v in zip(index, top, strict=True)]
-    return [
-        Sampled(ids[y], None if n is None else Logprobs(own[y], best[y][:n]), finite[y])
-        for y, n in enumerate(asked)
-    ]

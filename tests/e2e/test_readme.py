@@ -12,11 +12,14 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert "torch.Size([2, 300, 2048])" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "torch.Size([2, 300, 2048])" in told
+    assert "128 of 150 tokens hit (unit 128)" in told
+    assert "tokens per step with drafts" in told
     gradients = names["gradients"]
     assert gradients["layers.0.attn.wq_a"].abs().max() > 0
     assert not any("tid2eid" in name for name in gradients)

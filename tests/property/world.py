@@ -17,10 +17,11 @@ from dsv4 import model
 from dsv4.config import Config
 from dsv4.context import Ctx
 from dsv4.params import Params
-from dsv4.state import PoolSizes, init_pools
+from dsv4.state import Pools, PoolSizes, pool_spec
 from dsv4.tree import paths, tmap
 from runtime.assemble import Row, Shape, assemble
-from runtime.pages import Held, Pages
+from runtime.cache import Cache
+from runtime.pages import Held
 from tests import tiny
 
 # Float64 rounds at 1.1e-16. The order of a sum changes with the shape of a step, so that a result
@@ -138,8 +139,8 @@ class World:
             page_tokens=page,
             drafts=drafts,
         )
-        self.pools = init_pools(cfg, self.sizes, setting.params.embed.dtype)
-        self.pages = Pages(cfg, self.sizes, most)
+        self.cache = Cache(cfg, self.sizes, most=most, dtype=setting.params.embed.dtype)
+        self.pages = self.cache.pages
         if shuffle is not None:
             generator = torch.Generator().manual_seed(shuffle)
             for pool in (self.pages.history, self.pages.window, self.pages.slots):
@@ -149,14 +150,23 @@ class World:
         self.lengths = [0] * len(sequences)
         self.held: list[Held] = []
         for _ in sequences:
-            held = self.pages.admit(most)
+            held = self.cache.open()
             assert held is not None
             self.held.append(held)
+
+    @property
+    def pools(self) -> Pools:
+        """What the next step is given."""
+        return self.cache.pools
+
+    @pools.setter
+    def pools(self, pools: Pools) -> None:
+        self.cache.pools = pools
 
     def row(self, i: int, tokens: Sequence[int]) -> Row:
         """The next tokens of sequence i, all wanted."""
         held, start = self.held[i], self.lengths[i]
-        self.pages.grow(held, start + len(tokens))
+        assert self.cache.append(held, len(tokens))
         return Row(
             tokens=tokens,
             start=start,
@@ -196,7 +206,7 @@ class World:
         logits = self.run(rows, block, shape)
         for i, n in work:
             self.lengths[i] += n
-            self.pages.recycle(self.held[i], self.lengths[i])
+            self.cache.commit(self.held[i], n)
         self.pages.audit(self.held)
         return {i: x for (i, _), x in zip(work, logits, strict=True)}
 
@@ -211,18 +221,15 @@ class World:
     def drafted(self, i: int, tokens: Sequence[int]) -> None:
         """Write tokens and take them back: the length alone says what is valid."""
         self.run([self.row(i, tokens)])
+        self.cache.rollback(self.held[i], len(tokens))
 
     # What of the pools belongs to a sequence.
 
     def units(self) -> Iterator[tuple[str, Tensor, int]]:
         """Every pool with its name and the rows that index 0 owns of it."""
-        n, cfg = self.setting.page_tokens, self.setting.cfg
-        per_rate = {plan_index: plan.rate for plan_index, plan in enumerate(cfg.plans)}
+        spec = paths(pool_spec(self.setting.cfg, self.sizes))
         for name, pool in paths(self.pools).items():
-            rate = per_rate[int(name.split(".")[1])]
-            kind = name.split(".")[-1]
-            unit = {"window": n, "header": rate, "rows": n // rate if rate else 0}
-            yield name, pool, unit.get(kind, pool.shape[0] // self.sizes.slots)
+            yield name, pool, spec[name].unit
 
     def live(self, i: int) -> dict[str, Tensor]:
         """Per pool, the rows that later steps of sequence i may read, oldest first."""

@@ -6,7 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.sample import Draw, greedy, gumbel, kept, logprobs, philox, sample, words
+from dsv4 import tree
+from dsv4.sample import (
+    ACCEPTANCE,
+    DRAFTED,
+    TOKEN,
+    Draw,
+    greedy,
+    gumbel,
+    kept,
+    logprobs,
+    philox,
+    probabilities,
+    sample,
+    uniform,
+    words,
+)
 
 V = 37
 
@@ -82,6 +97,28 @@ def test_words_depend_on_the_whole_seed_and_position() -> None:
         assert not torch.equal(a, b)
 
 
+def test_streams() -> None:
+    """Stream 0 is what it was before there were streams; the others have nothing to do with it."""
+    seeds, positions = torch.tensor([5, 1 << 40]), torch.tensor([3, 1 << 33])
+    rows = words(seeds, positions, 50_000)
+    assert rows[0, :4].tolist() == [4153837766, 2275000204, 27700342, 3082478567]
+    assert rows[1, -4:].tolist() == [3495175316, 3423682636, 3824380219, 1699283101]
+    assert torch.equal(rows, words(seeds, positions, 50_000, stream=TOKEN))
+    found = [rows, *(words(seeds, positions, 50_000, stream=s) for s in (DRAFTED, ACCEPTANCE))]
+    for a, b in itertools.combinations(found, 2):
+        assert not (a == b).any()
+        product = (a.double() / 2**32 - 0.5) * (b.double() / 2**32 - 0.5)
+        assert abs(float(product.mean())) * 12 * product.numel() ** 0.5 < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_is_inside(dtype: torch.dtype) -> None:
+    u = uniform(torch.tensor([0, 1, 2**31, 2**32 - 1]), dtype)
+    assert u.dtype == dtype
+    assert float(u.min()) > 0
+    assert float(u.max()) < 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_finite(dtype: torch.dtype) -> None:
     g = gumbel(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]), dtype)
@@ -135,8 +172,7 @@ def test_a_row_does_not_see_its_batch() -> None:
     order = torch.tensor([4, 8, 0, 2, 6, 1, 3, 7, 5])
 
     def take(d: Draw, index: Tensor) -> Draw:
-        parts = {n: None if (v := getattr(d, n)) is None else v[index] for n in vars(d)}
-        return Draw(**parts)
+        return tree.tmap(lambda v: v[index], d)
 
     assert torch.equal(sample(x[order], take(full, order)), want[order])
     for y in range(9):
@@ -210,3 +246,58 @@ def test_logprobs_are_the_models() -> None:
     assert torch.equal(top, want.gather(-1, index))
     assert torch.equal(index[:, 0], greedy(x.float()))
     assert logprobs(x, tokens, 0)[1].shape == (5, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_probabilities(dtype: torch.dtype) -> None:
+    """Against the filters written out in float64, row by row."""
+    x = logits(6).to(dtype)
+    kinds = torch.float64 if dtype == torch.float64 else torch.float32
+    d = Draw(
+        temperature=torch.tensor([0, 0.5, 1, 2, 1, 1], dtype=kinds),
+        seed=torch.zeros(6, dtype=torch.int64),
+        position=torch.arange(6),
+        top_k=torch.tensor([0, 0, 5, 0, 0, 1]),
+        top_p=torch.tensor([1, 1, 1, 0.7, 1, 1], dtype=kinds),
+        min_p=torch.tensor([0, 0, 0, 0, 0.1, 0], dtype=kinds),
+    )
+    got = probabilities(x, d)
+    assert got.dtype == kinds
+    want = torch.zeros(6, V, dtype=torch.float64)
+    for y, t in enumerate(d.temperature.tolist()):
+        p = torch.softmax(x[y].double() / (t or 1), -1)
+        order = p.argsort(descending=True, stable=True)
+        n = 1 if t == 0 else int(d.top_k[y]) or V
+        if d.top_p[y] < 1:
+            n = int((p[order].cumsum(-1) < float(d.top_p[y])).sum()) + 1
+        if d.min_p[y] > 0:
+            n = int((p >= float(d.min_p[y]) * p.max()).sum())
+        want[y, order[:n]] = p[order[:n]] / p[order[:n]].sum()
+    assert torch.equal(got > 0, want > 0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
+    for y in (0, 5):
+        assert torch.equal(got[y], torch.nn.functional.one_hot(greedy(x)[y], V).to(kinds))
+
+
+def test_probabilities_do_not_see_the_filters_of_other_rows() -> None:
+    x = logits(8)
+    plain, filtered = draw(8, 0.7), draw(8, 0.7, top_k=0, top_p=1.0, min_p=0.0)
+    assert torch.equal(probabilities(x, plain), probabilities(x, filtered))
+    alone = tree.tmap(lambda v: v[3:4], plain)
+    assert torch.equal(probabilities(x[3:4], alone)[0], probabilities(x, plain)[3])
+
+
+@pytest.mark.parametrize("t", [0.0, 1e-38, 1.0, 1e38, torch.inf])
+def test_masked_vocabulary(t: float) -> None:
+    """Logits of -inf are never drawn and have probability 0, at any temperature."""
+    x = logits(300)
+    x[:, 5:] = -torch.inf
+    x[:, 0] = -torch.inf
+    for filters in ({}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.0}):
+        d = draw(300, t, **filters)
+        p = probabilities(x, d)
+        assert p.isfinite().all()
+        assert p[:, 0].eq(0).all()
+        assert p[:, 5:].eq(0).all()
+        torch.testing.assert_close(p.sum(-1), torch.ones(300))
+        assert set(sample(x, d).tolist()) <= {1, 2, 3, 4}

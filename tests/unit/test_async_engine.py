@@ -1,0 +1,232 @@
+"""The engine behind asyncio: concurrency, refusals, cancellation, draining, failure."""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dsv4.batch import Batch, StepOut
+from dsv4.config import Config
+from dsv4.params import Params
+from dsv4.state import Pools
+from runtime.async_engine import AsyncEngine, Closed
+from runtime.engine import Engine
+from runtime.pages import fit
+from runtime.request import Event, Limits, Request
+from runtime.rules import Overloaded
+from tests import tiny
+
+CFG = tiny.short("wc", 0, mtp=0, eos=(100,), max_positions=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter:
+    """Wants the token after the last one; can be held up."""
+
+    cfg: Config
+    params: Params
+    gate: threading.Event
+    draft: None = None
+
+    def step(self, params: Params, pools: Pools, batch: Batch) -> tuple[StepOut, Pools]:
+        """As the runtime calls it."""
+        self.gate.wait(10)
+        following = (batch.tokens[batch.wanted] + 1) % self.cfg.vocab
+        logits = torch.nn.functional.one_hot(following, self.cfg.vocab).float() * 9
+        return StepOut(logits=logits, hidden=logits, load=torch.zeros(1, 1)), pools
+
+
+def engine(gate: threading.Event | None = None, **more) -> Engine:
+    if gate is None:
+        gate = threading.Event()
+        gate.set()
+    made = Counter(CFG, tiny.params(CFG), gate)
+    return Engine(made, fit(CFG, [64] * 4, most=16, page_tokens=8), chunk=8, **more)
+
+
+def asked(first: int, new: int = 5) -> Request:
+    return Request(prompt=[first], limits=Limits(max_new_tokens=new))
+
+
+def tokens(events: Sequence[Event]) -> list[int]:
+    return [t for event in events for t in event.tokens]
+
+
+def test_many_at_once() -> None:
+    """Forty tasks: each gets its own tokens in order, and the engine ends empty."""
+    e = engine()
+
+    async def one(serving: AsyncEngine, n: int) -> list[int]:
+        return tokens([event async for event in await serving.stream(asked(n))])
+
+    async def main() -> None:
+        async with AsyncEngine(e) as serving:
+            got = await asyncio.gather(*(one(serving, n) for n in range(40)))
+            assert got == [list(range(n + 1, n + 6)) for n in range(40)]
+            request = await serving.generate(asked(7))
+            assert request.output == [8, 9, 10, 11, 12]
+
+    asyncio.run(main())
+    assert e.idle
+    e.audit()
+
+
+def test_refusals_come_from_the_call() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate, max_waiting=1)) as serving:
+            with pytest.raises(ValueError, match="out of range"):
+                await serving.stream(Request(prompt=[999]))
+            streams = [await serving.stream(asked(1))]
+            with pytest.raises(Overloaded, match="max_waiting is 1"):  # noqa: PT012
+                for n in range(9):
+                    gate.set()
+                    streams.append(await serving.stream(asked(n, 40)))
+            gate.set()
+            for stream in streams:
+                assert len(tokens([event async for event in stream])) in (5, 40)
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_or_cancelling_its_task_aborts() -> None:
+    e = engine()
+
+    async def read(serving: AsyncEngine, request: Request) -> None:
+        async for _ in await serving.stream(request):
+            await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with AsyncEngine(e) as serving:
+            left, cancelled = asked(1, 60), asked(2, 60)
+            stream = await serving.stream(left)
+            await anext(stream)
+            await stream.aclose()
+            task = asyncio.create_task(read(serving, cancelled))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await serving.drain()
+            assert left.finish in ("abort", "length")
+            assert cancelled.finish in ("abort", "length")
+
+    asyncio.run(main())
+    assert e.idle
+    e.audit()
+
+
+def test_abort_is_told() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate)) as serving:
+            request = asked(1, 50)
+            stream = await serving.stream(request)
+            abort = asyncio.create_task(serving.abort(request))
+            await asyncio.sleep(0.02)
+            gate.set()
+            await abort
+            events = [event async for event in stream]
+            assert events[-1].finish == "abort"
+            assert len(tokens(events)) < 50
+
+    asyncio.run(main())
+
+
+def test_drain_ends_what_was_taken_and_takes_no_more() -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine()) as serving:
+            streams = [await serving.stream(asked(n, 30)) for n in range(6)]
+            await serving.drain()
+            assert [len(tokens([e async for e in s])) for s in streams] == [30] * 6
+            with pytest.raises(Closed, match="drains"):
+                await serving.stream(asked(1))
+            await asyncio.wait_for(serving.drain(), 5)  # a second time, with nothing left
+
+    asyncio.run(main())
+
+
+def test_close_aborts_what_runs() -> None:
+    e = engine()
+
+    async def main() -> None:
+        serving = AsyncEngine(e)
+        request = asked(1, 60)
+        stream = await serving.stream(request)
+        await serving.close()
+        events = [event async for event in stream]
+        assert events[-1].finish in ("abort", "length")
+        with pytest.raises(Closed):
+            await serving.stream(asked(1))
+        await serving.close()
+
+    asyncio.run(main())
+    e.audit()
+    assert e.idle
+
+
+def test_a_fork_has_a_stream_of_its_own() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate)) as serving:
+            gate.set()
+            request = asked(1, 60)
+            stream = await serving.stream(request)
+            await anext(stream)
+            child = await serving.fork(request, limits=Limits(max_new_tokens=3))
+            events = [event async for event in child]
+            first = events[0].request.prompt[-1]
+            assert tokens(events) == [first + 1, first + 2, first + 3]
+            await stream.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_fails_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the engine itself: nobody waits for ever, and the cause is named."""
+    e, gate = engine(), threading.Event()
+
+    def broken() -> list[Event]:
+        gate.wait(10)
+        raise AssertionError("a page is owned twice")
+
+    monkeypatch.setattr(e, "step", broken)
+
+    async def main() -> None:
+        serving = AsyncEngine(e)
+        gate.set()
+        try:
+            stream = await serving.stream(asked(1))
+            with pytest.raises(Closed) as told:
+                await anext(stream)
+            assert "owned twice" in repr(told.value.__cause__)
+        except Closed:  # the thread was faster than the call
+            pass
+        with pytest.raises(Closed, match="owned twice"):
+            await asyncio.wait_for(serving.stream(asked(2)), 5)
+        assert serving.error is not None
+
+    asyncio.run(main())
+
+
+def test_a_step_that_hangs_is_seen() -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate)) as serving:
+            assert serving.step_s == 0
+            stream = await serving.stream(asked(1))
+            await asyncio.sleep(0.1)
+            assert serving.step_s > 0.05
+            gate.set()
+            assert len(tokens([e async for e in stream])) == 5
+            await asyncio.sleep(0.05)
+            assert serving.step_s == 0
+
+    asyncio.run(main())
