@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from registry import cli_observe
 from registry.generation_config import GENERATION_CONFIG, sampling_defaults
 
 if TYPE_CHECKING:
+    from dsv4.config import Config
+    from registry.cli_observe import Observation
     from registry.model import CompiledModel
     from registry.tokenizer import Tokenizer
     from runtime.engine import Engine
-    from runtime.request import Logprobs, Request
+    from runtime.request import Logprobs, Request, Sampling
 
 _MOST_THREADS = 1024
 _AT_ONCE = 16  # prompts that run at the same time; the others wait
@@ -43,10 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; repeatable")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
     add("--chunk", metavar="N", type=int, default=512, help="prompt tokens per step [%(default)s]")
+    add("--drafts", metavar="K", type=int, default=0, help="drafts per step, 0 to 8 [%(default)s]")
+    add("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))
     add("--threads", metavar="N", type=int, help="CPU threads; default: torch's choice")
     add("--logprobs", metavar="N", type=int, help="of each token and of the N likeliest")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+    cli_observe.add_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,16 @@ def _prompts(
     return out + [_Prompt(None, _parse_ids(text)) for text in args.token_ids or []]
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what can be seen from the arguments alone."""
+    if not args.prompt and not args.token_ids:
+        raise ValueError("nothing to generate from: give --prompt TEXT or --token-ids 1,2,3")
+    if args.threads is not None and not 1 <= args.threads <= _MOST_THREADS:
+        raise ValueError(f"--threads is {args.threads}; it must be from 1 to {_MOST_THREADS}")
+    if args.chunk < 1:
+        raise ValueError(f"--chunk is {args.chunk}; it must be at least 1 token")
+
+
 def run(args: argparse.Namespace) -> int:
     """Generate. Raises ValueError for what the caller must change, before the model is loaded."""
     start_s = time.perf_counter()
@@ -100,23 +116,21 @@ def run(args: argparse.Namespace) -> int:
     from registry import builtin_model, cli_progress, tokenizer
     from registry.build import build, read_config, resolve
     from registry.registry import default_registry
-    from runtime.request import Limits, Request, Sampling
+    from runtime.request import Limits, Request
 
-    if not args.prompt and not args.token_ids:
-        raise ValueError("nothing to generate from: give --prompt TEXT or --token-ids 1,2,3")
+    _check(args)
     if args.threads is not None:
-        if not 1 <= args.threads <= _MOST_THREADS:
-            raise ValueError(f"--threads is {args.threads}; it must be from 1 to {_MOST_THREADS}")
         torch.set_num_threads(args.threads)
     limits = Limits(
         max_new_tokens=args.max_new_tokens, stop=tuple(args.stop), ignore_eos=args.ignore_eos
     )
     source = args.model if args.model is not None else builtin_model.path()
     folder = Path(source)
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    settings = sampling_defaults(folder) | {n: v for n, v in given.items() if v is not None}
-    sampling = Sampling(**settings, seed=args.seed)
-    cfg = resolve(read_config(source), None, default_registry()).reading.cfg
+    sampling, told = _sampling(args, folder)
+    seen = cli_observe.observe(args, str(folder))
+    with seen.span(3):
+        cfg = resolve(read_config(source), None, default_registry()).reading.cfg
+    _check_drafts(args.drafts, folder, cfg)
     words = tokenizer.load(folder)
     prompts = _prompts(args, folder, words, cfg.bos)
     requests = [
@@ -125,35 +139,63 @@ def run(args: argparse.Namespace) -> int:
     ]
     for request in requests:
         request.check(cfg)
-    model = build(
-        folder, dtype=getattr(torch, args.dtype), drafts=False, progress=cli_progress.bar("loading")
-    )
-    engine = _engine(model, requests, args.chunk, words)
+    dtype, progress = getattr(torch, args.dtype), cli_progress.bar("loading")
+    with seen.span(4):
+        model = build(folder, dtype=dtype, drafts=args.drafts > 0, progress=progress)
+    with seen.span(8):
+        engine = _engine(args, model, requests, words, seen)
+    seen.ready()
     load_s = time.perf_counter() - start_s
     if args.json:
         engine.generate(requests)
         facts = _facts(args, model, engine, requests, load_s)
         facts["outputs"] = [_output(p, r) for p, r in zip(prompts, requests, strict=True)]
         print(json.dumps(facts, allow_nan=False))
-        return 0
-    _show(prompts, requests, engine, words)
-    print(f"{_summary(engine, requests)}; {_told(settings, given)}", file=sys.stderr)
+    else:
+        _show(prompts, requests, engine, words)
+        print(f"{_summary(engine, requests)}; {told}", file=sys.stderr)
+        if engine.acceptance is not None:
+            print(engine.acceptance.table(), file=sys.stderr)
+    seen.write()
     return 0
 
 
+def _check_drafts(depth: int, folder: Path, cfg: "Config") -> None:
+    """Raise ValueError for drafts that this checkpoint cannot make; reads headers only."""
+    from registry.deepseek_v4 import has_drafts
+    from runtime import load
+    from runtime.drafts import MOST
+
+    if not 0 <= depth <= MOST:
+        raise ValueError(f"--drafts is {depth}; it must be from 0 to {MOST}")
+    if depth and not (cfg.mtp and has_drafts(load.inspect(folder, cfg))):
+        raise ValueError(f"--drafts is {depth}, and {folder} has no draft module: leave it out")
+
+
 def _engine(
-    model: "CompiledModel", requests: "Sequence[Request]", chunk: int, words: "Tokenizer | None"
+    args: argparse.Namespace,
+    model: "CompiledModel",
+    requests: "Sequence[Request]",
+    words: "Tokenizer | None",
+    seen: "Observation",
 ) -> "Engine":
     """An engine with pools for the longest of these requests, `_AT_ONCE` at a time."""
+    from runtime.drafts import Drafts
     from runtime.engine import Engine
     from runtime.pages import fit
 
-    if chunk < 1:
-        raise ValueError(f"--chunk is {chunk}; it must be at least 1 token")
-    cfg = model.cfg
+    chunk, cfg = args.chunk, model.cfg
     lengths = sorted((r.longest(cfg) for r in requests), reverse=True)[:_AT_ONCE]
-    sizes = fit(cfg, lengths, most=min(chunk, lengths[0]))
-    return Engine(model, sizes, chunk=chunk, decode=words.decode if words else None)
+    sizes = fit(cfg, lengths, most=min(chunk, lengths[0]), drafts=args.drafts)
+    return Engine(
+        model,
+        sizes,
+        chunk=chunk,
+        decode=words.decode if words else None,
+        drafts=Drafts(depth=args.drafts) if args.drafts else None,
+        cache=not args.no_prefix_cache,
+        watch=seen.watchers,
+    )
 
 
 def _show(
@@ -186,13 +228,17 @@ def _show_logprobs(request: "Request", words: "Tokenizer | None") -> None:
         print(f"{name(token)} {score.token:.4f}{rest}")
 
 
-def _told(settings: dict[str, Any], given: dict[str, Any]) -> str:
-    """The settings in use, and where each comes from."""
+def _sampling(args: argparse.Namespace, folder: Path) -> "tuple[Sampling, str]":
+    """The settings in use, and where each comes from in words."""
+    from runtime.request import Sampling
+
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    settings = sampling_defaults(folder) | {n: v for n, v in given.items() if v is not None}
     told = [
         f"{name} {value} ({'given' if given[name] is not None else GENERATION_CONFIG})"
         for name, value in settings.items()
     ]
-    return ", ".join(told) or "greedy"
+    return Sampling(**settings, seed=args.seed), ", ".join(told) or "greedy"
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
@@ -220,12 +266,20 @@ def _facts(
     requests: "Sequence[Request]",
     load_s: float,
 ) -> dict[str, Any]:
-    m = engine.meter
+    m, told = engine.meter, engine.acceptance
     return {
         "model": str(model.source),
         "architecture": model.architecture,
         "dtype": args.dtype,
         "sampling": dataclasses.asdict(requests[0].sampling),
+        "acceptance": None
+        if told is None
+        else {
+            "drafted_steps": told.steps,
+            "proposed": told.proposed,
+            "accepted": told.accepted,
+            "mean_length_tokens": told.mean_length,
+        },
         "timings": {
             "load_s": load_s,
             **dataclasses.asdict(m),

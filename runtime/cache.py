@@ -99,6 +99,10 @@ class Cache:
         """Write a state into the pages that `pages.begin` took for it."""
         parcel.put(self.pools, self._spec, held, state)
 
+    def unit_bytes(self) -> dict[tuple[str, str], int]:
+        """Bytes of one page or slot of all layers, by group and cache kind."""
+        return parcel.unit_bytes(self.pools, self._spec)
+
     def bytes(self, held: Held) -> dict[str, int]:
         """Bytes of the pages and the slot that a sequence holds, by cache kind."""
         return parcel.held_bytes(self.pools, self._spec, held)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsv4.state import Pools, PoolSizes
@@ -19,11 +19,12 @@ from runtime.parcel import Parcel
 from runtime.plan import Plan, Ran
 from runtime.pools import served
 from runtime.prefix import CacheReport, Prefix
-from runtime.request import Event, Limits, Request, Sampling
+from runtime.request import Event, Limits, Request, Sampling, Status
 from runtime.rules import CHUNK, Rules
 from runtime.runner import Model, Runner
 from runtime.scheduler import Scheduler
 from runtime.text import Decode
+from runtime.watch import Load, PoolUse, Watch, Watchers
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Engine:
         drafts: Drafts | None = None,
         cache: bool = True,
         max_waiting: int | None = None,
+        watch: Watch | Sequence[Watch] | None = None,
     ) -> None:
         """Allocate the pools.
 
@@ -76,7 +78,8 @@ class Engine:
         needed for text and stop strings. `exact`: make every number of a request bit-equal whatever
         runs beside it, however its prompt is cut and whatever of it was cached, at the price of
         padding each step. `drafts`: draft with the model's draft module. `cache`: reuse prefixes.
-        `max_waiting`: requests that may wait before `add` refuses with `Overloaded`.
+        `max_waiting`: requests that may wait before `add` refuses with `Overloaded`. `watch`: who
+        is told what happens (`watch.py`).
 
         Raises ValueError for sizes that do not fit the model or the budget, or drafts without a
         draft module.
@@ -100,6 +103,9 @@ class Engine:
         self._streams: dict[int, deque[Event]] = {}
         self.meter = Meter()
         self.acceptance = Acceptance(drafts, drafts.price(cfg.layers)) if drafts else None
+        self._watch = Watchers(watch)
+        self._runner.mark = self._watch.began
+        self._watch.opened(self.load)
 
     @property
     def idle(self) -> bool:
@@ -111,6 +117,23 @@ class Engine:
         """The caches as they stand between two steps; the next step may overwrite them."""
         return self._cache.pools
 
+    def load(self) -> Load:
+        """How full the engine is."""
+        pages, scheduler = self._cache.pages, self._scheduler
+        pools = {"history": pages.history, "window": pages.window, "slots": pages.slots}
+        sizes = _by_group(self._cache.unit_bytes())
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            unit_tokens=pages.page_tokens,
+            pools={
+                name: PoolUse(pool.owned, pool.cached, pool.free, sizes.get(name, {}))
+                for name, pool in pools.items()
+            },
+            acceptance=self.acceptance,
+        )
+
     def add(self, request: Request) -> Request:
         """Queue a request.
 
@@ -118,6 +141,7 @@ class Engine:
         if too many wait.
         """
         self._scheduler.add(request, self._decode)
+        self._watch.added(request)
         return request
 
     def fork(
@@ -132,6 +156,7 @@ class Engine:
         copies = self._scheduler.fork(request, child, self._decode)
         if copies is not None:
             self._cache.copy(copies)
+        self._watch.added(child)
         return child
 
     def export(self, request: Request) -> Parcel:
@@ -147,7 +172,10 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request and free what it holds; no more events come for it."""
+        lives = request.status in (Status.WAITING, Status.RUNNING)
         self._scheduler.abort(request)
+        if lives:
+            self._watch.ended(request)
 
     def cache_report(self, request: Request) -> CacheReport:
         """How much of a request's prompt was found in the prefix cache, and why not more.
@@ -170,31 +198,48 @@ class Engine:
         it may have written is not trusted. One that fails alone too ends with the error, and no
         other does.
         """
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
+        self._watch.began("plan")
+        try:
+            plan = self._scheduler.plan()
+            return self._run(plan) if plan is not None else []
+        finally:
+            self._watch.began("idle")
+
+    def _run(self, plan: Plan) -> list[Event]:
         start_s = time.perf_counter()
         try:
             ran = self._runner.run(plan)
         except Exception as error:
             guilty = self._scheduler.restart(plan)
             log.exception("a step of %d requests failed; they start over", len(plan.work))
-            return self._told([self._scheduler.fail(r, error) for r in guilty])
-        except BaseException:
+            self._watch.failed(plan, error)
+            events = self._told([self._scheduler.fail(r, error) for r in guilty])
+            return self._tell_ended(events)
+        except BaseException as error:
             self._scheduler.restart(plan)
+            self._watch.failed(plan, error)
             raise
+        self._watch.began("commit")
         events = self._scheduler.commit(plan, ran)
         self.meter.count(plan, ran, time.perf_counter() - start_s)
         if self.acceptance is not None:
             for work, result in zip(plan.work, ran, strict=True):
                 if work.drafts:
                     self.acceptance.verified(len(work.drafts), len(result.sampled) - 1)
-        return self._told(events)
+        self._told(events)
+        self._watch.stepped(plan, ran, events)
+        return self._tell_ended(events)
 
     def _told(self, events: list[Event]) -> list[Event]:
         for event in events:
             if event.request.id in self._streams:
                 self._streams[event.request.id].append(event)
+        return events
+
+    def _tell_ended(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if event.finish not in (None, "abort"):  # `abort` has told its own
+                self._watch.ended(event.request)
         return events
 
     def drain(self) -> list[Request]:
@@ -253,6 +298,13 @@ class Engine:
     def audit(self) -> None:
         """Assert that no page and no slot is lost, or owned twice."""
         self._scheduler.audit()
+
+
+def _by_group(units: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    out: dict[str, dict[str, int]] = {}
+    for (group, kind), size in units.items():
+        out.setdefault(group, {})[kind] = size
+    return out
 
 
 def _check_drafts(model: Model, sizes: PoolSizes, depth: int) -> None:

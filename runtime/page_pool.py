@@ -36,6 +36,11 @@ class PagePool:
         return len(self._plain) + len(self._landmarks)
 
     @property
+    def free(self) -> int:
+        """Pages that nobody owns and that hold nothing."""
+        return len(self._free)
+
+    @property
     def available(self) -> int:
         """How many can be taken: free ones and, after them, cached ones."""
         return len(self._free) + self.cached

@@ -70,16 +70,22 @@ def copy(pools: Pools, spec: Pools, copies: Copies) -> None:
             pool[to : to + leaf.unit] = pool[from_ : from_ + leaf.unit]
 
 
-def held_bytes(pools: Pools, spec: Pools, held: Held) -> dict[str, int]:
-    """Bytes of the pages and the slot that a sequence holds, by cache kind."""
-    counts = {"history": len(held.history), "window": len(held.window), "slots": 1}
-    out: dict[str, int] = {}
+def unit_bytes(pools: Pools, spec: Pools) -> dict[tuple[str, str], int]:
+    """Bytes of one page or slot of all layers, by group and cache kind."""
+    out: dict[tuple[str, str], int] = {}
     leaves = paths(spec)
     for name, pool in paths(pools).items():
         leaf: PoolLeaf = leaves[name]
-        row = pool.shape[1] * pool.element_size()
-        out[leaf.kind] = out.get(leaf.kind, 0) + counts[leaf.group] * leaf.unit * row
+        key = (leaf.group, leaf.kind)
+        out[key] = out.get(key, 0) + leaf.unit * pool.shape[1] * pool.element_size()
     return out
+
+
+def held_bytes(pools: Pools, spec: Pools, held: Held) -> dict[str, int]:
+    """Bytes of the pages and the slot that a sequence holds, by cache kind."""
+    counts = {"history": len(held.history), "window": len(held.window), "slots": 1}
+    units = unit_bytes(pools, spec)
+    return {kind: counts[group] * size for (group, kind), size in units.items()}
 
 
 def _live(

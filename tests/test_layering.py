@@ -23,6 +23,7 @@ MAY_IMPORT = {
 # Module -> the files that may import it. `*` also crosses folders.
 THIRD_PARTY = {
     "numpy": ("runtime/*", "tools/*", "tests/*"),
+    "prometheus_client": ("runtime/metrics.py", "tests/*"),
     "safetensors": ("runtime/*", "tools/*", "tests/*"),
     "torch.utils._pytree": ("dsv4/tree.py",),
     "torch_npu": ("compiler/torchair*",),

@@ -124,9 +124,7 @@ def drafts(rounds: int) -> None:
                 if acceptance is not None:
                     shares = " ".join(f"{s:.0%}" for s in acceptance.shares)
                     told[depth] = f"{acceptance.mean_length:.2f} tokens/step, accepted {shares}"
-        print(
-            f"drafts: built-in model, greedy, {at_once} at once; {len(TEXTS)} x {NEW} tokens"
-        )
+        print(f"drafts: built-in model, greedy, {at_once} at once; {len(TEXTS)} x {NEW} tokens")
         plain = statistics.median(seen[0][1:])
         for depth, rates in seen.items():
             rate = statistics.median(rates[1:])

@@ -74,6 +74,7 @@ def test_window_pages_are_recycled_exactly(mtp: int) -> None:
         alive = [j for j in range(-(-length // 8)) if 8 * (j + 1) - 1 >= first_seen]
         assert list(range(held.window_start, held.window_start + len(held.window))) == alive
         assert len(held.history) == -(-length // 8)
+        assert sorted(filter(None, pages.window_table[held.slot])) == sorted(held.window)
         pages.audit([held])
     pages.release(held)
     pages.audit([])
