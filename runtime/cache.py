@@ -75,8 +75,14 @@ class Cache:
         parcel.copy(self.pools, self._spec, copies)
 
     def export(self, held: Held, tokens: Sequence[int]) -> Parcel:
-        """The valid state of a sequence whose tokens these are, copied out."""
-        first = max(self.pages.alive(held.length), held.window_start)
+        """The valid state of a sequence whose tokens these are, copied out.
+
+        Raises ValueError for one that came from elsewhere, has not run here yet, and whose oldest
+        window page would be needed to go back one more token (`Pages.step_back`).
+        """
+        first = self.pages.alive(held.length)
+        if first < held.window_start:
+            raise ValueError("the state was imported and has not run here yet: step, then export")
         rows = parcel.export(self.pools, self._spec, held, first)
         return Parcel(digest=self.digest, tokens=tuple(tokens[: held.length]), rows=rows)
 

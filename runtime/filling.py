@@ -48,9 +48,7 @@ class Filling:
                 len(r.tokens) - r.computed <= left - left // 2 for r in owing[i + 1 :]
             ):
                 most = min(most, max(left // 2, 1))
-            if owed <= most and owed + _num_drafts(request) > left:
-                most = owed - 1  # its drafts have no room in this step
-            left -= self._prompt(request, min(owed, most))
+            left -= self._prompt(request, _whole(request, min(owed, most), left))
 
     def _prompt(self, request: Request, count: int) -> int:
         """Plan the next `count` tokens, or what there are pages for; how many rows they are."""
@@ -90,7 +88,8 @@ class Filling:
         start, proposal, record = held.length, request.proposal, request.drafted
         drafts, q = ((), None) if proposal is None else (proposal.tokens, proposal.q)
         rows = count + len(drafts)
-        propose = record.next_depth(request.room - len(request.tokens) + 1) if record else 0
+        # What it may take once this step has brought it a token.
+        propose = record.next_depth(request.room - len(request.tokens)) if record else 0
         ahead = 0
         if self._ahead:
             ahead = min(propose or self._ahead, request.room - start - rows)
@@ -115,8 +114,8 @@ class Filling:
     def alone(self, request: Request) -> None:
         """The next tokens of one request, and of no other."""
         assert request.held is not None
-        owed = len(request.tokens) - request.computed
-        self._prompt(request, min(owed, self._rules.chunk))
+        owed, left = len(request.tokens) - request.computed, self._rules.budget
+        self._prompt(request, _whole(request, min(owed, self._rules.chunk, left), left))
 
     def _grow(self, request: Request, count: int, ahead: int) -> bool:
         """Own the pages of more tokens, if need be those of less urgent requests."""
@@ -131,5 +130,8 @@ class Filling:
         return True
 
 
-def _num_drafts(request: Request) -> int:
-    return len(request.proposal.tokens) if request.proposal is not None else 0
+def _whole(request: Request, count: int, left: int) -> int:
+    """`count`, or one less if these are its last tokens and its drafts have no room behind them."""
+    proposal, owed = request.proposal, len(request.tokens) - request.computed
+    drafts = len(proposal.tokens) if proposal is not None else 0
+    return count - 1 if count == owed and count + drafts > left else count

@@ -93,7 +93,9 @@ def _live(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Every pool with the rows that hold valid state of the sequence, in order of positions."""
     leaves, n = paths(spec), pools.page_tokens
-    history, window = torch.tensor(held.history), torch.tensor(held.window)
+    # The dtype is that of indices even where there is none.
+    history = torch.tensor(held.history, dtype=torch.long)
+    window = torch.tensor(held.window, dtype=torch.long)
     for name, pool in paths(pools).items():
         leaf: PoolLeaf = leaves[name]
         if leaf.group == "history":

@@ -45,3 +45,5 @@ class Waiting:
         del self._requests[request.id]
         if self._heap and self._heap[0][1] == request.id:
             heapq.heappop(self._heap)
+        elif len(self._heap) > 2 * len(self._requests) + 16:  # most were taken from the middle
+            self._heap = sorted(order(r) for r in self._requests.values())

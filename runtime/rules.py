@@ -32,7 +32,7 @@ class Rules:
                 f"once, so it must be at least {slots * rows}"
             )
         if self.max_waiting is not None:
-            whole("max_waiting", self.max_waiting, 0)
+            whole("max_waiting", self.max_waiting, 1)  # all wait for the next step, at least
 
     @property
     def depth(self) -> int:

@@ -9,9 +9,11 @@ A prompt that cannot be finished in a step leaves half of the room to prompts be
 
 Pages are taken as a sequence grows. When they run out the least urgent running request is
 preempted: its pages go (full ones stay cached while there is room), its tokens stay, and it waits
-at its old place in the queue. The most urgent running request is never preempted, and every request
-that was accepted fits on its own, so it always finishes: with equal priorities, request i has ended
-at most (its prompt / (budget share of prompts / 2) + its new tokens) steps after those before it.
+at its old place in the queue. If it is itself the one that lacks a page, it keeps what it has and
+is in no step until one comes free. The most urgent running request is never preempted, and every
+request that was accepted fits on its own, so it always finishes: with equal priorities, request i
+has ended at most (its prompt / p, rounded up, + its new tokens) steps after those before it, where
+p is half of the budget that is left when all others generate, but at least 1 and at most a chunk.
 A less urgent request is also preempted for a waiting one of a strictly lower priority number.
 """
 
@@ -154,12 +156,13 @@ class Scheduler:
         """The next step, or None if nothing is left. Its pages are owned when this returns."""
         admitted = self._admit()
         step = Filling(self.pages, self.rules, self.running, self._preempt)
-        trial = self._trials.current()
-        if trial is None:
+        while not step.works and (trial := self._trials.current()) is not None:
+            step.alone(trial)
+            if not step.works:  # more urgent ones hold pages that it shared before
+                self._preempt(trial)
+        if not step.works:
             step.decodes()
             step.prompts()
-        else:
-            step.alone(trial)
         works = step.works
         assert works or not self.running, "requests run, and none can move"
         imports, preempted = tuple(self._imports), tuple(self._preempted)
@@ -198,6 +201,8 @@ class Scheduler:
     def _admit(self) -> tuple[int, ...]:
         admitted = []
         while (request := self.waiting.head()) is not None:
+            if not self.pages.slots.available and not self._outranks(request):
+                break
             hit, report = self.prefix.match(request.chain, request.tokens)
             if request.parcel is not None:
                 hit = Hit((), ())
@@ -207,6 +212,10 @@ class Scheduler:
             self._enter(request, hit, report)
             admitted.append(request.id)
         return tuple(admitted)
+
+    def _outranks(self, request: Request) -> bool:
+        """Whether a less urgent one runs."""
+        return bool(self.running) and self.running[-1].priority > request.priority
 
     def _enter(self, request: Request, hit: Hit, report: CacheReport) -> None:
         request.held = held = self.pages.open()
@@ -275,8 +284,10 @@ class Scheduler:
         """Some more tokens have their state; the others of the step are taken back."""
         pages = self.pages
         pages.commit(held, count)
-        if held.length % pages.page_tokens < count and request.chain is not None:  # a page is full
-            self.prefix.publish(request.chain, held, request.tokens, len(request.prompt))
+        chain = request.chain
+        # Also pages that came with an import: their window pages do not last until the next one.
+        if chain is not None and held.length // pages.page_tokens > chain.published:
+            self.prefix.publish(chain, held, request.tokens, len(request.prompt))
         if held.length - pages.keep >= (held.window_start + 1) * pages.page_tokens:
             pages.recycle(held)
 

@@ -237,11 +237,11 @@ def machine(examples: int, steps: int) -> None:
 
 
 def test_tokens_are_those_of_a_lone_run() -> None:
-    """B9, B10, C1, C4: company, preemption, hits, forks, parcels and drafts change nothing."""
+    """A7, B1, C1, C2, C4, C11: company, preemption, hits, forks, parcels, drafts change nothing."""
     machine(40, 20)
 
 
 @pytest.mark.long
 def test_tokens_are_those_of_a_lone_run_at_length() -> None:
-    """The same, 2,000 games."""
+    """C15: the same, 2,000 games."""
     machine(2000, 30)
