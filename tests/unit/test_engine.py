@@ -410,7 +410,7 @@ def test_a_step_that_fails_can_be_repeated() -> None:
 
 
 def test_who_makes_steps_fail_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """B9-like: one bad request among five; its error is told, and the others lose nothing."""
+    """One bad request among five; its error is told, and the others lose nothing."""
     inner = counter(CFG)
 
     def step(params: Params, pools: Pools, batch: Batch) -> tuple[StepOut, Pools]:
