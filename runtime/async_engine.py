@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from runtime.engine import Engine
@@ -40,6 +40,47 @@ class _Inbox:
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
         except RuntimeError:
             log.warning("the event loop of a request is closed; its events are dropped")
+
+
+class Stream:
+    """Events of one request until it ends. One that is closed or dropped before aborts it."""
+
+    def __init__(self, inbox: _Inbox, abort: Callable[[], object]) -> None:
+        """`abort` returns at once, and may be called from any thread."""
+        self._inbox, self._abort = inbox, abort
+        self._ended = False
+        self.request = inbox.request
+
+    def __aiter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; after the last, raises what ended the request with an error."""
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._inbox.events.get()
+        if isinstance(event, BaseException):
+            self._ended = True
+            raise Closed("the engine has stopped") from event
+        if event.finish is not None:
+            self._ended = True
+            if event.finish == "error" and event.request.error is not None:
+                raise event.request.error
+        return event
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended."""
+        self._leave()
+
+    def __del__(self) -> None:
+        """A client that went away must not hold its slot to the end."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._abort()
 
 
 class AsyncEngine:
@@ -74,44 +115,30 @@ class AsyncEngine:
         began_s = self._step_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
-    async def stream(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Add a request; its events until it ends. To leave the iterator is to abort.
+    async def stream(self, request: Request) -> "Stream":
+        """Add a request; its events until it ends: `async for event in await stream(request)`.
 
         Refusals come from this call: ValueError, `Overloaded`, or `Closed`. The iterator raises
-        what ended the request with an error.
+        what ended the request with an error. To drop it, or to close it, is to abort.
         """
         return await self._open(lambda: self._engine.add(request))
 
-    async def fork(self, request: Request, **changes: Any) -> AsyncGenerator[Event, None]:
+    async def fork(self, request: Request, **changes: Any) -> "Stream":
         """`Engine.fork`, and the events of the new request; each holds it as `event.request`."""
         return await self._open(lambda: self._engine.fork(request, **changes))
 
-    async def _open(self, make: Callable[[], Request]) -> AsyncGenerator[Event, None]:
+    async def _open(self, make: Callable[[], Request]) -> "Stream":
         loop = asyncio.get_running_loop()
 
-        def add() -> _Inbox:
+        def add() -> Stream:
             if self._refusal is not None:
                 raise Closed(self._refusal)
             request = make()
             inbox = self._inboxes[request.id] = _Inbox(request, loop)
-            return inbox
+            return Stream(inbox, lambda: self._put(lambda: self._abort(request)))
 
-        return self._events(await self._call(add))
-
-    async def _events(self, inbox: _Inbox) -> AsyncGenerator[Event, None]:
-        request, ended = inbox.request, False
-        try:
-            while not ended:
-                event = await inbox.events.get()
-                if isinstance(event, BaseException):
-                    raise Closed("the engine has stopped") from event
-                ended = event.finish is not None
-                yield event
-            if request.error is not None:
-                raise request.error
-        finally:
-            if not ended:  # nobody may be awaited here: the task may be going down
-                self._put(lambda: self._abort(request))
+        # Where this call is cancelled, nobody gets the stream, and it ends as one that is dropped.
+        return await self._call(add)
 
     async def generate(self, request: Request) -> Request:
         """Run a request to its end; the same request. Raises as `stream`."""

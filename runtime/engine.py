@@ -20,7 +20,7 @@ from runtime.plan import Plan, Ran
 from runtime.pools import served
 from runtime.prefix import CacheReport, Prefix
 from runtime.request import Event, Limits, Request, Sampling, Status
-from runtime.rules import CHUNK, Rules
+from runtime.rules import CHUNK, Overloaded, Rules
 from runtime.runner import Model, Runner
 from runtime.scheduler import Scheduler
 from runtime.text import Decode
@@ -84,6 +84,7 @@ class Engine:
         Raises ValueError for sizes that do not fit the model or the budget, or drafts without a
         draft module.
         """
+        _check_types(sizes, drafts)
         if block < 1:
             raise ValueError(f"block is {block}; it must be at least 1 token")
         depth = drafts.depth if drafts else 0
@@ -150,7 +151,7 @@ class Engine:
         """A new request that goes on from what this one has so far; its output begins there.
 
         Full pages are shared and only the open one is copied, if there is room at once; if not, the
-        new request waits like any other. Raises as `add`, and for a request that does not run.
+        new request waits like any other. Raises as `add`, and for a request that has ended.
         """
         child = request.follow(sampling, limits)
         copies = self._scheduler.fork(request, child, self._decode)
@@ -160,10 +161,10 @@ class Engine:
         return child
 
     def export(self, request: Request) -> Parcel:
-        """The state of a running request, to go on with in another engine.
+        """A copy of the state of a running request, to go on with in another engine.
 
-        There: `Request(prompt=request.tokens, parcel=...)`. Raises ValueError for a request that
-        has no state here.
+        There: `other.add(request.moved(parcel))`; here the request runs on until it is aborted.
+        Raises ValueError for a request that has no state here.
         """
         self._scheduler.check_own(request)
         if request.held is None or not request.computed:
@@ -281,11 +282,14 @@ class Engine:
         All are checked before any runs: on a refusal none is left behind. Raises, when all have
         ended, what ended one of them with an error.
         """
+        listed = list(requests)
+        for request in listed:
+            self._scheduler.check(request)
         added: list[Request] = []
         try:
-            for request in requests:
-                added.append(self.add(request))
-            while any(r.finish is None for r in added):
+            while len(added) < len(listed) or any(r.finish is None for r in added):
+                while len(added) < len(listed) and self._take(listed[len(added)]):
+                    added.append(listed[len(added)])
                 self.step()
         finally:
             for request in added:
@@ -294,6 +298,14 @@ class Engine:
             if request.error is not None:
                 raise request.error
         return added
+
+    def _take(self, request: Request) -> bool:
+        """Add a request unless the queue is full."""
+        try:
+            self.add(request)
+        except Overloaded:
+            return False
+        return True
 
     def audit(self) -> None:
         """Assert that no page and no slot is lost, or owned twice."""
@@ -305,6 +317,16 @@ def _by_group(units: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]
     for (group, kind), size in units.items():
         out.setdefault(group, {})[kind] = size
     return out
+
+
+def _check_types(sizes: PoolSizes, drafts: Drafts | None) -> None:
+    if not isinstance(sizes, PoolSizes):
+        raise ValueError(
+            f"sizes is of type {type(sizes).__name__}; give PoolSizes: runtime.pages.fit makes "
+            f"them, and runtime.pools.plan_pools in its field `sizes`"
+        )
+    if drafts is not None and not isinstance(drafts, Drafts):
+        raise ValueError(f"drafts is {drafts!r:.60}; give runtime.drafts.Drafts(depth=...) or None")
 
 
 def _check_drafts(model: Model, sizes: PoolSizes, depth: int) -> None:

@@ -17,10 +17,14 @@ class Filling:
         rules: Rules,
         running: list[Request],
         preempt: Callable[[Request], None],
+        begin: Callable[[Request], None],
     ) -> None:
-        """`running`: the most urgent first; `preempt` takes one out of it and frees its pages."""
+        """`running`: the most urgent first; `preempt` takes one out of it and frees its pages.
+
+        `begin` is told of every request before its first chunk is planned.
+        """
         self._pages, self._rules = pages, rules
-        self._running, self._preempt = running, preempt
+        self._running, self._preempt, self._begin = running, preempt, begin
         self._ahead = int(rules.depth > 0)  # the draft module's row of the token after the last
         self.works: dict[int, Work] = {}
 
@@ -42,6 +46,7 @@ class Filling:
                 continue  # preempted meanwhile
             if left <= 0:
                 break
+            self._begin(request)
             most = min(self._rules.chunk, left)
             owed = len(request.tokens) - request.computed
             if owed > most and any(

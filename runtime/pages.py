@@ -56,6 +56,7 @@ class Pages:
     def __init__(self, cfg: Config, sizes: PoolSizes, most: int) -> None:
         """`most` is the largest number of tokens that one request is given in one step."""
         sizes.check(cfg)
+        self.most = most
         self.page_tokens = sizes.page_tokens
         self.keep = kept_tokens(cfg)
         self._again = int(cfg.mtp > 0)  # tokens that `step_back` may go back
@@ -78,9 +79,10 @@ class Pages:
         need = self.need(tokens)
         for pool, wanted in ((self.history, need.history), (self.window, need.window)):
             if wanted > pool.capacity:
+                cut = f" in chunks of {self.most}" if pool is self.window else ""
                 raise ValueError(
                     f"prompt and new tokens are {tokens} tokens, which need {wanted} {pool.name} "
-                    f"of {self.page_tokens} tokens; the pool has {pool.capacity}"
+                    f"of {self.page_tokens} tokens{cut}; the pool has {pool.capacity}"
                 )
 
     def open(self) -> Held:

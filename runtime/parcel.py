@@ -35,8 +35,9 @@ class Parcel:
         """Raise ValueError if it is not the state of leading `tokens` in layout `digest`."""
         if self.digest != digest:
             raise ValueError(
-                f"the state has layout {self.digest[:16]}, this engine {digest[:16]}: model, dtype "
-                f"and page size must be the same; send the prompt without it"
+                f"the state has layout {self.digest[:16]}, this engine {digest[:16]}: model, "
+                f"dtype, page size, and whether drafts are made must be the same; send the prompt "
+                f"without it"
             )
         n = len(self.tokens)
         if not 0 < n < len(tokens):

@@ -185,6 +185,10 @@ def plan_pools(
     Raises ValueError for drafts of a model without a draft module; and if `max_model_len` cannot be
     served, naming the pool that is short, the largest length that can be, and what would help.
     """
+    if not isinstance(memory, Memory):
+        raise ValueError(f'memory is {memory!r:.60}; give runtime.memory.read_memory("8GiB")')
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r:.60}; give a torch.dtype")
     asked = options or PoolOptions()
     cfg = served(cfg, asked.drafts)
     wanted = cfg.max_positions if asked.max_model_len is None else asked.max_model_len

@@ -38,8 +38,8 @@ _VERSION = "dsv4 pages 1"
 def layout_digest(cfg: Config, page_tokens: int, dtype: torch.dtype) -> str:
     """Names what a page holds: two caches with one digest can exchange pages.
 
-    Of the config all that decides values or shapes; not how many pages there are, how prompts are
-    chunked, or how many drafts are made.
+    Of the config all that decides values or shapes, so also whether there are rows of a draft
+    module; not how many pages there are, how prompts are chunked, or how many drafts are made.
     """
     facts = dataclasses.asdict(cfg)
     for name in ("max_positions", "bos", "eos"):

@@ -53,7 +53,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise ValueError naming the field, the value and what is allowed."""
         whole("max_new_tokens", self.max_new_tokens, 1)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
         for token in self.stop_token_ids:
             whole("stop_token_ids", token, 0)
@@ -148,12 +148,29 @@ class Request:
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, 0)
         whole("priority", self.priority, -(2**31), 2**31 - 1)
+        self._check_types()
         for token in self.prompt:
             if isinstance(token, bool | float | str) or not hasattr(token, "__index__"):
                 raise ValueError(f"the prompt holds {token!r:.60}; token ids are whole numbers")
         # Copies: what the caller does to its list later changes nothing here.
         self.prompt = tuple(operator.index(t) for t in self.prompt)
         self.tokens = list(self.prompt)
+
+    def _check_types(self) -> None:
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling is {self.sampling!r:.60}; it must be a Sampling(...)")
+        if not isinstance(self.limits, Limits):
+            raise ValueError(f"limits is {self.limits!r:.60}; it must be a Limits(...)")
+        if not isinstance(self.salt, str):
+            raise ValueError(f'salt is {self.salt!r:.60}; it must be a string, "" for none')
+        if not isinstance(self.extra, tuple) or not all(isinstance(e, str) for e in self.extra):
+            raise ValueError(f"extra is {self.extra!r:.60}; it must be a tuple of strings")
+        for name in ("cache", "drafting"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise ValueError(f"{name} is {value!r:.60}; it must be True or False")
+        if self.parcel is not None and not isinstance(self.parcel, Parcel):
+            raise ValueError(f"parcel is {self.parcel!r:.60}; it must come from Engine.export")
 
     @property
     def computed(self) -> int:
@@ -178,6 +195,16 @@ class Request:
             cache=self.cache,
             drafting=self.drafting,
         )
+
+    def moved(self, parcel: Parcel) -> "Request":
+        """A new request that goes on exactly where this one stands, for another engine.
+
+        `parcel` is what `Engine.export` gave for this request. Its output begins here.
+        """
+        left = self.limits.max_new_tokens - len(self.output)
+        child = self.follow(None, dataclasses.replace(self.limits, max_new_tokens=left))
+        child.parcel = parcel
+        return child
 
     def check(self, cfg: Config) -> None:
         """Raise ValueError for what this model can never serve."""

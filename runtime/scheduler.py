@@ -63,17 +63,26 @@ class Scheduler:
         request.status = Status.WAITING
         self.waiting.push(request)
 
-    def _open(self, request: Request, decode: Decode | None) -> None:
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never be served."""
+        if not isinstance(request, Request):
+            raise ValueError(
+                f"{request!r:.60} is of type {type(request).__name__}; give a Request(prompt=...)"
+            )
         request.check(self.cfg)
-        room = request.longest(self.cfg)
-        self.pages.check(room)
+        self.pages.check(request.longest(self.cfg))
         if request.parcel is not None:
             request.parcel.check(self.prefix.digest, request.prompt)
-        most = self.rules.max_waiting
-        if most is not None and len(self.waiting) >= most:
+
+    def _open(self, request: Request, decode: Decode | None) -> None:
+        self.check(request)
+        room = request.longest(self.cfg)
+        # Those for whom there are slots only wait for the next step.
+        most, wait = self.rules.max_waiting, len(self.waiting) - self.pages.slots.available
+        if most is not None and wait >= most:
             raise Overloaded(
-                f"{len(self.waiting)} requests wait and max_waiting is {most}: this one was not "
-                f"taken; try again when some have ended"
+                f"{wait} requests wait and max_waiting is {most}: this one was not taken; try "
+                f"again when some have ended"
             )
         request.open_text(decode)
         request.room, request.id = room, self._next_id
@@ -155,7 +164,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None if nothing is left. Its pages are owned when this returns."""
         admitted = self._admit()
-        step = Filling(self.pages, self.rules, self.running, self._preempt)
+        step = Filling(self.pages, self.rules, self.running, self._preempt, self._begin)
         while not step.works and (trial := self._trials.current()) is not None:
             step.alone(trial)
             if not step.works:  # more urgent ones hold pages that it shared before
@@ -216,6 +225,20 @@ class Scheduler:
     def _outranks(self, request: Request) -> bool:
         """Whether a less urgent one runs."""
         return bool(self.running) and self.running[-1].priority > request.priority
+
+    def _begin(self, request: Request) -> None:
+        """Look once more for the prefix of one that gets its first chunk.
+
+        Others that were admitted with it may have computed it meanwhile.
+        """
+        held = request.held
+        if held is None or held.history or request.chain is None:
+            return
+        hit, report = self.prefix.match(request.chain, request.tokens)
+        self.pages.restore(held, hit.history, hit.window)
+        request.chain.published = len(hit.history)
+        if not request.preemptions:
+            request.report = report
 
     def _enter(self, request: Request, hit: Hit, report: CacheReport) -> None:
         request.held = held = self.pages.open()

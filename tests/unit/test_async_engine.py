@@ -120,6 +120,43 @@ def test_leaving_a_stream_or_cancelling_its_task_aborts() -> None:
     e.audit()
 
 
+@pytest.mark.parametrize("way", ["dropped", "closed", "cancelled"])
+def test_a_stream_that_nobody_began_to_read_aborts(way: str) -> None:
+    """A client that goes away before its first event must not hold a slot to the end."""
+    e, gate = engine(), threading.Event()
+    gate.set()
+
+    async def late(serving: AsyncEngine, request: Request) -> None:
+        stream = await serving.stream(request)
+        await asyncio.sleep(30)
+        await anext(stream)
+
+    async def main() -> None:
+        async with AsyncEngine(e) as serving:
+            request = asked(1, 60)
+            await serving.call(lambda _: gate.clear())
+            if way == "cancelled":
+                task = asyncio.create_task(late(serving, request))
+                await asyncio.sleep(0.05)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                stream = await serving.stream(request)
+                if way == "closed":
+                    await stream.aclose()
+                del stream
+            gate.set()
+            await serving.drain()
+            assert request.finish == "abort"
+            assert len(request.output) < 60
+
+    e._runner._model = dataclasses.replace(e._runner._model, gate=gate)
+    asyncio.run(main())
+    assert e.idle
+    e.audit()
+
+
 def test_abort_is_told() -> None:
     gate = threading.Event()
 

@@ -249,6 +249,14 @@ def test_logprobs_on_request_only() -> None:
             lambda: Request(prompt=[1] * 30, limits=Limits(max_new_tokens=20)),
             "49 tokens, which need 7 history pages of 8 tokens; the pool has 6",
         ),
+        (lambda: [1, 2], r"is of type list; give a Request\(prompt=...\)"),
+        (lambda: Request(prompt=[1], salt=None), "salt is None"),  # pyright: ignore
+        (lambda: Request(prompt=[1], extra="ab"), "extra is 'ab'"),  # pyright: ignore
+        (lambda: Request(prompt=[1], sampling=None), "sampling is None"),  # pyright: ignore
+        (lambda: Request(prompt=[1], limits=5), "limits is 5"),  # pyright: ignore
+        (lambda: Request(prompt=[1], cache=1), "cache is 1"),  # pyright: ignore
+        (lambda: Request(prompt=[1], parcel=b""), "parcel is b''"),  # pyright: ignore
+        (lambda: Limits(stop=["a"]), "stop is"),  # pyright: ignore
         (lambda: Limits(max_new_tokens=0), "max_new_tokens is 0"),
         (lambda: Limits(stop=("",)), "stop is"),
         (lambda: Limits(stop="ab"), "stop is 'ab'"),  # pyright: ignore[reportArgumentType]
@@ -276,9 +284,18 @@ def test_refused_settings() -> None:
         ({"chunk": 0}, "chunk is 0"),
         ({"block": 0}, "block is 0"),
         ({"budget": 3}, "budget is 3 tokens per step; 4 requests"),
+        ({"drafts": 3}, r"drafts is 3; give runtime.drafts.Drafts\(depth"),
+        ({"pools": 3}, "sizes is of type int; give PoolSizes"),
     ):
         with pytest.raises(ValueError, match=message):
             engine(**more)
+
+
+def test_generate_feeds_a_queue_that_is_full() -> None:
+    """`max_waiting` is for others: a list of any length runs to its end."""
+    e = engine(max_waiting=1)
+    made = [Request(prompt=[n], limits=Limits(max_new_tokens=2)) for n in range(20)]
+    assert [r.output for r in e.generate(made)] == [[n + 1, n + 2] for n in range(20)]
 
 
 def test_one_refusal_leaves_nothing_behind() -> None:
@@ -287,7 +304,8 @@ def test_one_refusal_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="out of range"):
         e.generate([good, Request(prompt=[999])])
     assert e.idle
-    assert good.status is Status.DONE
+    assert good.status is Status.NEW
+    e.generate([good])
     with pytest.raises(ValueError, match="added before"):
         e.add(good)
 

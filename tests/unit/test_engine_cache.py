@@ -245,3 +245,33 @@ def test_a_plan_can_be_run_twice() -> None:
             ]
     assert all(len(r.output) == 5 for r in made)
     assert tiny.tokens(CFG, 1, 9)[0].tolist() == prompt(9)
+
+
+def test_a_burst_with_one_beginning_computes_it_once() -> None:
+    """All are admitted in one step; those whose turn comes later find what the first computed."""
+    shared = prompt(41)
+    e = exact(torch.float64, chunk=16, budget=22)
+    burst = [e.add(ask([*shared, n], 4)) for n in range(1, 6)]
+    e.step()
+    assert len(e._scheduler.running) == 5
+    e.drain()
+    e.audit()
+    # The second began at once, in the room that the first one's chunk left.
+    assert [e.cache_report(r).hit for r in burst] == [0, 0, 40, 40, 40]
+    for request in burst:
+        assert made(request) == cold(anew(request))
+
+
+def test_a_moved_request_keeps_its_wishes() -> None:
+    """`moved` goes on with the same sampling, and ends where the original would."""
+    source, target = exact(torch.float64), exact(torch.float64)
+    sampling = Sampling(temperature=0.9, seed=11)
+    request = source.add(ask(prompt(20), 12, sampling=sampling, salt="a"))
+    while len(request.output) < 5:
+        source.step()
+    other = target.add(request.moved(source.export(request)))
+    done = len(request.output)
+    target.drain()
+    source.drain()
+    assert (other.sampling, other.salt, other.limits.max_new_tokens) == (sampling, "a", 12 - done)
+    assert other.output == request.output[done:]

@@ -187,7 +187,7 @@ def test_displacing_takes_no_more_than_is_needed() -> None:
     ("history", "window", "told"),
     [
         (5, 9, "which need 7 history pages of 8 tokens; the pool has 5"),
-        (9, 2, "which need 4 window pages of 8 tokens; the pool has 2"),
+        (9, 2, "which need 4 window pages of 8 tokens in chunks of 16; the pool has 2"),
     ],
 )
 def test_i1_a_request_that_never_fits_is_refused_at_once(
