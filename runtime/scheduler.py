@@ -19,6 +19,7 @@ A less urgent request is also preempted for a waiting one of a strictly lower pr
 
 import bisect
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -164,7 +165,8 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """The next step, or None if nothing is left. Its pages are owned when this returns."""
         admitted = self._admit()
-        step = Filling(self.pages, self.rules, self.running, self._preempt, self._begin)
+        begin = functools.partial(self._begin, admitted)
+        step = Filling(self.pages, self.rules, self.running, self._preempt, begin)
         while not step.works and (trial := self._trials.current()) is not None:
             step.alone(trial)
             if not step.works:  # more urgent ones hold pages that it shared before
@@ -226,13 +228,13 @@ class Scheduler:
         """Whether a less urgent one runs."""
         return bool(self.running) and self.running[-1].priority > request.priority
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, admitted: Sequence[int], request: Request) -> None:
         """Look once more for the prefix of one that gets its first chunk.
 
-        Others that were admitted with it may have computed it meanwhile.
+        Others that were admitted with it may have computed it meanwhile, in the steps before.
         """
         held = request.held
-        if held is None or held.history or request.chain is None:
+        if held is None or held.history or request.chain is None or request.id in admitted:
             return
         hit, report = self.prefix.match(request.chain, request.tokens)
         self.pages.restore(held, hit.history, hit.window)
