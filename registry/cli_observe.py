@@ -64,7 +64,8 @@ class Observation:
 def observe(args: argparse.Namespace, model_name: str) -> Observation:
     """Begin. Raises ValueError, before anything is loaded, for a file that cannot be written."""
     trace, metrics = None, None
-    if args.trace is not None and args.trace == args.metrics:
+    named = [Path(name).resolve() for name in (args.trace, args.metrics) if name is not None]
+    if len(set(named)) < len(named):
         raise ValueError(f"--trace and --metrics are both {args.trace}; name two files")
     for name in ("trace", "metrics"):
         if getattr(args, name) is not None:
@@ -87,11 +88,13 @@ def observe(args: argparse.Namespace, model_name: str) -> Observation:
 
 def _check_writable(option: str, name: str) -> None:
     """Open the file for writing, and leave everything as it was."""
-    file = Path(name)
+    file = Path(name).resolve()  # what a link points to, so that the link itself stays
     there = file.exists()
     try:
         if not name:
             raise OSError("the name is empty")
+        if there and not file.is_file() and not file.is_char_device():
+            raise OSError("it is no file")
         file.open("ab").close()
         if not there:
             file.unlink()

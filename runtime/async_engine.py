@@ -27,6 +27,15 @@ class Closed(RuntimeError):
     """The engine takes no more requests: it was closed, drained, or its thread has failed."""
 
 
+def _post(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *values: Any) -> bool:
+    """Call something in a loop, from the engine's thread; False if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(what, *values)
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Inbox:
     """Events of one request on their way to the loop that waits for them."""
 
@@ -34,12 +43,9 @@ class _Inbox:
         self.request, self._loop = request, loop
         self.events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
-    def put(self, event: Event | BaseException) -> None:
-        """From the engine's thread. A loop that was closed meanwhile gets nothing."""
-        try:
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-        except RuntimeError:
-            log.warning("the event loop of a request is closed; its events are dropped")
+    def put(self, event: Event | BaseException) -> bool:
+        """From the engine's thread. False if its loop was closed: nobody waits any more."""
+        return _post(self._loop, self.events.put_nowait, event)
 
 
 class Stream:
@@ -91,7 +97,8 @@ class AsyncEngine:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._inboxes: dict[int, _Inbox] = {}
-        self._idle: list[Callable[[], None]] = []  # to be called when nothing is left
+        self._idle: list[Callable[[], object]] = []  # to be called when nothing is left
+        self._after: list[Callable[[], object]] = []  # to be called when the thread ends
         self._refusal: str | None = None  # why nothing more is taken
         self._stop = False
         self._left = False  # the thread answers no more calls
@@ -161,7 +168,7 @@ class AsyncEngine:
 
         def register() -> None:
             self._refusal = self._refusal or "the engine drains: it takes no more requests"
-            self._idle.append(lambda: loop.call_soon_threadsafe(done.set) and None)
+            self._idle.append(lambda: _post(loop, done.set))
 
         await self._call(register)
         await done.wait()
@@ -169,11 +176,14 @@ class AsyncEngine:
     async def close(self) -> None:
         """Abort what is left and end the thread."""
 
-        def stop() -> None:
-            self._refusal, self._stop = "the engine is closed", True
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-        self._put(stop)
-        await asyncio.to_thread(self._thread.join)
+        def stop() -> None:
+            self._after.append(lambda: _post(loop, done.set))
+            self._refusal, self._stop = self._refusal or "the engine is closed", True
+
+        if self._put(stop):
+            await done.wait()
 
     # In the thread.
 
@@ -182,9 +192,11 @@ class AsyncEngine:
         answer: asyncio.Future[Any] = loop.create_future()
 
         def settle(value: Any, error: BaseException | None) -> None:
-            if answer.done():  # cancelled meanwhile
+            if answer.done():  # cancelled meanwhile: a stream that is dropped here aborts
                 return
-            if error is not None:
+            if isinstance(error, StopIteration):  # no future can hold one
+                answer.set_exception(RuntimeError(repr(error)))
+            elif error is not None:
                 answer.set_exception(error)
             else:
                 answer.set_result(value)
@@ -192,9 +204,9 @@ class AsyncEngine:
         def run() -> None:
             try:
                 value, error = what(), None
-            except Exception as caught:
+            except BaseException as caught:  # theirs, not the thread's
                 value, error = None, caught
-            loop.call_soon_threadsafe(settle, value, error)
+            _post(loop, settle, value, error)
 
         if not self._put(run):
             raise Closed(self._refusal or "the engine is closed") from self.error
@@ -221,6 +233,7 @@ class AsyncEngine:
                 self._step_began_s = None
                 for event in events:
                     self._tell(event)
+                self._end()
                 if self._engine.idle:
                     for told in self._idle:
                         told()
@@ -241,10 +254,20 @@ class AsyncEngine:
 
     def _tell(self, event: Event) -> None:
         inbox = self._inboxes.get(event.request.id)
-        if inbox is not None:
-            inbox.put(event)
-            if event.finish is not None:
-                del self._inboxes[event.request.id]
+        if inbox is None:
+            return
+        heard = inbox.put(event)
+        if event.finish is not None or not heard:
+            del self._inboxes[event.request.id]
+        if not heard and event.request.finish is None:
+            log.warning("the event loop of request %d is closed: aborted", event.request.id)
+            self._engine.abort(event.request)
+
+    def _end(self) -> None:
+        """End the streams of requests that ended without an event, by an abort in a call."""
+        for inbox in tuple(self._inboxes.values()):
+            if inbox.request.finish is not None:
+                self._tell(Event(inbox.request, (), "", (), inbox.request.finish))
 
     def _leave(self) -> None:
         """Leave nobody waiting: neither those with requests nor those whose call came too late."""
@@ -259,5 +282,5 @@ class AsyncEngine:
                 inbox.put(self.error)
             else:
                 self._abort(inbox.request)
-        for told in self._idle:
+        for told in (*self._idle, *self._after):
             told()

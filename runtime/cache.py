@@ -11,6 +11,7 @@ module's) lives by the same laws, since its rows are found by position alone:
 A step writes the rows of appended tokens: it is handed `pools` and returns the new ones.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -38,8 +39,16 @@ class Cache:
         """Allocate. `most` as in `Pages`. Raises ValueError for sizes that do not fit."""
         self.pages = Pages(cfg, sizes, most)
         self.pools = init_pools(cfg, sizes, dtype, device)
-        self.digest = layout_digest(cfg, sizes.page_tokens, dtype)
+        self._layout = self.digest = layout_digest(cfg, sizes.page_tokens, dtype)
         self._spec = pool_spec(cfg, sizes)
+
+    def name_weights(self, digest: str) -> None:
+        """Let states of other parameters be told apart, too."""
+        self.digest = hashlib.sha256((self._layout + digest).encode()).hexdigest()
+
+    def check(self, state: Parcel) -> None:
+        """Raise ValueError for a state whose rows are not those of its tokens, or not finite."""
+        parcel.check_rows(state, self.pools, self._spec, self.pages.alive(len(state.tokens)))
 
     def open(self) -> Held | None:
         """An empty sequence, or None if no slot is free."""

@@ -25,6 +25,7 @@ from runtime.runner import Model, Runner
 from runtime.scheduler import Scheduler
 from runtime.text import Decode
 from runtime.watch import Load, PoolUse, Watch, Watchers
+from runtime.weights import weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +98,11 @@ class Engine:
         self._cfg = cfg = served(model.cfg, depth)
         embed = model.params.embed
         self._cache = Cache(cfg, sizes, most=chunk, dtype=embed.dtype, device=embed.device)
+        self._cache.name_weights(weights_digest(model.params))
         self._prefix = Prefix(self._cache.pages, self._cache.digest, enabled=cache)
         self._scheduler = Scheduler(cfg, self._cache.pages, self._prefix, rules)
         self._runner = Runner(model, self._cache, block=block, drafts=drafts, exact=exact)
-        self._decode = decode
+        self._decode, self._params = decode, model.params
         self._streams: dict[int, deque[Event]] = {}
         self.meter = Meter()
         self.acceptance = Acceptance(drafts, drafts.price(cfg.layers)) if drafts else None
@@ -141,6 +143,7 @@ class Engine:
         Raises ValueError, now, for one that can never be served, and `Overloaded` (a ValueError)
         if too many wait.
         """
+        self._check(request)
         self._scheduler.add(request, self._decode)
         self._watch.added(request)
         return request
@@ -190,7 +193,9 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache: after the parameters were changed."""
-        self._prefix.forget()
+        self._scheduler.forget_prefixes()
+        self._cache.name_weights(weights_digest(self._params))
+        self._prefix.digest = self._cache.digest
 
     def step(self) -> list[Event]:
         """Run one step; an event for every request that got tokens. Empty when idle.
@@ -284,7 +289,7 @@ class Engine:
         """
         listed = list(requests)
         for request in listed:
-            self._scheduler.check(request)
+            self._check(request)
         added: list[Request] = []
         try:
             while len(added) < len(listed) or any(r.finish is None for r in added):
@@ -298,6 +303,11 @@ class Engine:
             if request.error is not None:
                 raise request.error
         return added
+
+    def _check(self, request: Request) -> None:
+        self._scheduler.check(request)
+        if request.parcel is not None:
+            self._cache.check(request.parcel)
 
     def _take(self, request: Request) -> bool:
         """Add a request unless the queue is full."""

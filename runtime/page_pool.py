@@ -117,6 +117,16 @@ class PagePool:
                 del self._plain[page]
                 self._landmarks[page] = None
 
+    def retract(self, key: Key) -> None:
+        """Let the page under a key be found no more."""
+        page = self._index.get(key)
+        if page is not None:
+            self._unpublish(page)
+            if self._count[page] == 0:
+                self._plain.pop(page, None)
+                self._landmarks.pop(page, None)
+                self._free.append(page)
+
     def find(self, key: Key) -> int | None:
         """The page under a key."""
         return self._index.get(key)

@@ -36,8 +36,8 @@ class Parcel:
         if self.digest != digest:
             raise ValueError(
                 f"the state has layout {self.digest[:16]}, this engine {digest[:16]}: model, "
-                f"dtype, page size, and whether drafts are made must be the same; send the prompt "
-                f"without it"
+                f"weights, dtype, page size, and whether drafts are made must be the same; send "
+                f"the prompt without it"
             )
         n = len(self.tokens)
         if not 0 < n < len(tokens):
@@ -47,6 +47,30 @@ class Parcel:
             )
         if tuple(tokens[:n]) != self.tokens:
             raise ValueError(f"the state is of other tokens than the first {n} of the prompt")
+
+
+def check_rows(parcel: Parcel, pools: Pools, spec: Pools, first_page: int) -> None:
+    """Raise ValueError unless the rows fit these pools, by name, shape and dtype, and are finite.
+
+    What they say is trusted beyond that: take parcels from your own engines only.
+    """
+    have, leaves, length = paths(pools), paths(spec), len(parcel.tokens)
+    if not isinstance(parcel.rows, Mapping) or parcel.rows.keys() != have.keys():
+        raise ValueError("the state's rows do not name the pools of this engine, each once")
+    pages = -(-length // pools.page_tokens)
+    for name, pool in have.items():
+        leaf, rows = leaves[name], parcel.rows[name]
+        count = {
+            "history": length * leaf.unit // pools.page_tokens,
+            "window": (pages - first_page) * leaf.unit,
+            "slots": min(length, leaf.unit - leaf.slack),
+        }[leaf.group]
+        wanted = (torch.Size((count, pool.shape[1])), pool.dtype)
+        given = (rows.shape, rows.dtype) if isinstance(rows, Tensor) else type(rows).__name__
+        if given != wanted:
+            raise ValueError(f"the state's rows of {name} are {given}; they must be {wanted}")
+        if not torch.isfinite(rows).all():
+            raise ValueError(f"the state's rows of {name} are not all finite numbers")
 
 
 def export(pools: Pools, spec: Pools, held: Held, first_page: int) -> dict[str, Tensor]:

@@ -192,6 +192,12 @@ class Prefix:
         for key in chain.keys[self._pages.alive(boundary * self._pages.page_tokens) : boundary]:
             self._pages.window.landmark(key)
 
+    def retract(self, chain: Chain) -> None:
+        """Let no page of a request that failed be found: its state may be the reason."""
+        for key in chain.keys:
+            self._pages.history.retract(key)
+            self._pages.window.retract(key)
+
     def forget(self) -> None:
         """Empty the cache, for example when the weights change."""
         self._pages.history.forget()

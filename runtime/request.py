@@ -155,6 +155,7 @@ class Request:
         # Copies: what the caller does to its list later changes nothing here.
         self.prompt = tuple(operator.index(t) for t in self.prompt)
         self.tokens = list(self.prompt)
+        self.scores = []  # not that of a request this one was made from
 
     def _check_types(self) -> None:
         if not isinstance(self.sampling, Sampling):

@@ -115,6 +115,8 @@ class Scheduler:
             self.waiting.push(child)
             return None
         child.held, copies = forked
+        if parent.chain is None:
+            child.chain = None  # see forget_prefixes
         self._report(child, child.computed, "forked")
         self._start(child)
         return copies
@@ -148,6 +150,8 @@ class Scheduler:
         else:
             self.running.remove(request)
             self._release(request)
+        if request.error is not None and request.chain is not None:
+            self.prefix.retract(request.chain)
         del self._live[request.id]
         self._forget_import(request)
         request.parcel = request.proposal = None
@@ -381,6 +385,12 @@ class Scheduler:
             if goal and not tried:
                 self._trials.suspect(request, goal)
         return guilty
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; what runs has state of before and publishes no more of it."""
+        self.prefix.forget()
+        for request in self.running:
+            request.chain = None
 
     def audit(self) -> None:
         """Assert that no page and no slot is lost, or owned by another number than counted."""

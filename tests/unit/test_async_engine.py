@@ -252,6 +252,103 @@ def test_a_thread_that_fails_tells_everybody(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(main())
 
 
+def test_a_loop_that_closed_hurts_nobody_else() -> None:
+    """A call whose loop went away while a step ran, and a stream in it: others go on."""
+    gate = threading.Event()
+    e = engine(gate)
+    serving = AsyncEngine(e)
+    gone: list[Request] = []
+
+    async def leaves() -> None:
+        gone.append((await serving.stream(asked(50, 60))).request)
+        stream = await serving.stream(asked(3, 60))
+        gone.append(stream.request)
+        kept.append(stream)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(serving.call(lambda e: e.idle), 0.05)
+
+    kept: list = []
+    asyncio.run(leaves())
+    gate.set()
+
+    async def main() -> None:
+        request = await asyncio.wait_for(serving.generate(asked(7)), 10)
+        assert request.output == [8, 9, 10, 11, 12]
+        await asyncio.wait_for(serving.close(), 10)
+
+    asyncio.run(main())
+    assert serving.error is None
+    assert [r.finish for r in gone] == ["abort", "abort"]
+    e.audit()
+
+
+def test_a_request_whose_caller_gave_up_is_aborted() -> None:
+    """Timed out while it was handed over, behind a long step."""
+    gate = threading.Event()
+    late = asked(5, 60)
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate)) as serving:
+            stream = await serving.stream(asked(1, 3))
+            await asyncio.sleep(0.05)  # its first step hangs
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(serving.generate(late), 0.05)
+            gate.set()
+            assert len(tokens([event async for event in stream])) == 3
+            await asyncio.wait_for(serving.drain(), 10)
+
+    asyncio.run(main())
+    assert late.finish in (None, "abort")
+    assert len(late.output) < 60
+
+
+def test_calls_may_abort_drain_and_raise_anything() -> None:
+    def fails(error: BaseException):
+        def call(_: Engine) -> None:
+            raise error
+
+        return call
+
+    gate = threading.Event()
+
+    async def main() -> None:
+        async with AsyncEngine(engine(gate)) as serving:
+            aborted = await serving.stream(asked(1, 60))
+            gate.set()
+            await serving.call(lambda e: e.abort(aborted.request))
+            assert [event.finish async for event in aborted][-1] == "abort"
+            drained = await serving.stream(asked(9, 30))
+            await serving.call(lambda e: len(e.drain()))
+            assert [event.finish async for event in drained][-1] == "length"
+            for error, kind in ((StopIteration(), RuntimeError), (KeyError("x"), KeyError)):
+                with pytest.raises(kind):
+                    await asyncio.wait_for(serving.call(fails(error)), 5)
+            with pytest.raises(asyncio.CancelledError):
+                await serving.call(fails(asyncio.CancelledError()))
+            assert (await serving.generate(asked(7))).output == [8, 9, 10, 11, 12]
+
+    asyncio.run(main())
+
+
+def test_closing_behind_a_hanging_step_can_be_given_up() -> None:
+    gate = threading.Event()
+
+    async def main() -> AsyncEngine:
+        serving = AsyncEngine(engine(gate))
+        stream = await serving.stream(asked(1))
+        await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(serving.close(), 0.05)
+        await stream.aclose()
+        return serving
+
+    serving = asyncio.run(main())
+    assert not gate.is_set()
+    gate.set()
+    serving._thread.join(10)
+    assert not serving._thread.is_alive()
+
+
 def test_a_step_that_hangs_is_seen() -> None:
     gate = threading.Event()
 

@@ -66,7 +66,7 @@ def test_b10_another_layout_is_refused_before_a_page_is_taken(other: dict) -> No
     """Rows of another dtype or page size would fit in part, and be read as if they were ours."""
     here, there = cache_of(), cache_of(**other)
     state = here.export(filled(here), TOKENS)
-    with pytest.raises(ValueError, match="model, dtype, page size, and whether drafts"):
+    with pytest.raises(ValueError, match="weights, dtype, page size, and whether"):
         there.import_(state, [*TOKENS, 1])
     assert taken(there) == (0, 0, 0)
     there.pages.audit([])
