@@ -82,11 +82,15 @@ def test_refusals_come_from_the_call() -> None:
             with pytest.raises(ValueError, match="out of range"):
                 await serving.stream(Request(prompt=[999]))
             streams = [await serving.stream(asked(1))]
-            with pytest.raises(Overloaded, match="max_waiting is 1"):  # noqa: PT012
-                for n in range(9):
-                    gate.set()
-                    streams.append(await serving.stream(asked(n, 40)))
+            await asyncio.sleep(0.05)  # its first step hangs
+            tasks = [asyncio.create_task(serving.stream(asked(n, 40))) for n in range(9)]
+            await asyncio.sleep(0.05)
             gate.set()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            refused = [a for a in answers if isinstance(a, Overloaded)]
+            assert len(refused) == 5  # three slots are free, and one may wait
+            assert "max_waiting is 1" in str(refused[0])
+            streams += [a for a in answers if not isinstance(a, BaseException)]
             for stream in streams:
                 assert len(tokens([event async for event in stream])) in (5, 40)
 
@@ -212,11 +216,13 @@ def test_a_fork_has_a_stream_of_its_own() -> None:
 
     async def main() -> None:
         async with AsyncEngine(engine(gate)) as serving:
-            gate.set()
             request = asked(1, 60)
             stream = await serving.stream(request)
-            await anext(stream)
-            child = await serving.fork(request, limits=Limits(max_new_tokens=3))
+            await asyncio.sleep(0.05)  # its first step hangs, and the fork comes behind it
+            fork = asyncio.create_task(serving.fork(request, limits=Limits(max_new_tokens=3)))
+            await asyncio.sleep(0.05)
+            gate.set()
+            child = await fork
             events = [event async for event in child]
             first = events[0].request.prompt[-1]
             assert tokens(events) == [first + 1, first + 2, first + 3]
@@ -314,8 +320,11 @@ def test_calls_may_abort_drain_and_raise_anything() -> None:
     async def main() -> None:
         async with AsyncEngine(engine(gate)) as serving:
             aborted = await serving.stream(asked(1, 60))
+            await asyncio.sleep(0.05)  # its first step hangs, and the call comes behind it
+            call = asyncio.create_task(serving.call(lambda e: e.abort(aborted.request)))
+            await asyncio.sleep(0.05)
             gate.set()
-            await serving.call(lambda e: e.abort(aborted.request))
+            await call
             assert [event.finish async for event in aborted][-1] == "abort"
             drained = await serving.stream(asked(9, 30))
             await serving.call(lambda e: len(e.drain()))
