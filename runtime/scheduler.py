@@ -67,9 +67,8 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never be served."""
         if not isinstance(request, Request):
-            raise ValueError(
-                f"{request!r:.60} is of type {type(request).__name__}; give a Request(prompt=...)"
-            )
+            kind = type(request).__name__
+            raise ValueError(f"{request!r:.60} is of type {kind}; give a Request(prompt=...)")
         request.check(self.cfg)
         self.pages.check(request.longest(self.cfg))
         if request.parcel is not None:
@@ -115,8 +114,7 @@ class Scheduler:
             self.waiting.push(child)
             return None
         child.held, copies = forked
-        if parent.chain is None:
-            child.chain = None  # see forget_prefixes
+        child.chain = child.chain if parent.chain is not None else None  # see forget_prefixes
         self._report(child, child.computed, "forked")
         self._start(child)
         return copies
