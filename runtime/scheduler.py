@@ -333,7 +333,8 @@ class Scheduler:
         if request.held is held:  # not aborted by its own detokenizer
             if request.error is None:
                 self._advance(request, held, len(work.tokens) + taken - 1)
-            self._propose(request, work, ran)
+            if request.drafted is not None:
+                self._propose(request, request.drafted, work, ran)
             if request.finish is not None:
                 self._retire(request)
         new = ran.sampled[:taken]
@@ -341,10 +342,9 @@ class Scheduler:
         scores = tuple([s.logprobs for s in new if s.logprobs is not None])
         return Event(request, tokens, text, scores, request.finish)
 
-    def _propose(self, request: Request, work: Work, ran: Ran) -> None:
+    def _propose(self, request: Request, record: DraftRecord, work: Work, ran: Ran) -> None:
         """Note how the drafts did, and keep those of the next step that can be of use."""
-        if request.drafted is not None:
-            request.drafted.verified(len(work.drafts), len(ran.sampled) - 1)
+        record.verified(len(work.drafts), len(ran.sampled) - 1)
         proposal = ran.proposal
         if proposal is None:
             request.proposal = None
