@@ -102,7 +102,8 @@ class AsyncEngine:
         self._refusal: str | None = None  # why nothing more is taken
         self._stop = False
         self._left = False  # the thread answers no more calls
-        self._lock = threading.Lock()  # of `_left` and the end of `_calls`
+        # Of `_left` and the end of `_calls`. A stream may be collected while its thread holds it.
+        self._lock = threading.RLock()
         self._step_began_s: float | None = None
         self.error: BaseException | None = None  # what ended the thread
         self._thread = threading.Thread(target=self._run, name="dsv4 engine", daemon=True)
@@ -175,7 +176,6 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Abort what is left and end the thread."""
-
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def stop() -> None:

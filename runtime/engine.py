@@ -95,7 +95,7 @@ class Engine:
         rules.check(sizes.slots - 1)
         _check_drafts(model, sizes, depth)
         # Without drafts nothing is kept for them.
-        self._cfg = cfg = served(model.cfg, depth)
+        cfg = served(model.cfg, depth)
         embed = model.params.embed
         self._cache = Cache(cfg, sizes, most=chunk, dtype=embed.dtype, device=embed.device)
         self._cache.name_weights(weights_digest(model.params))
@@ -143,7 +143,8 @@ class Engine:
         Raises ValueError, now, for one that can never be served, and `Overloaded` (a ValueError)
         if too many wait.
         """
-        self._check(request)
+        if isinstance(request, Request) and request.parcel is not None:
+            self._check(request)
         self._scheduler.add(request, self._decode)
         self._watch.added(request)
         return request

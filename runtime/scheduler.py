@@ -387,8 +387,9 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; what runs has state of before and publishes no more of it."""
         self.prefix.forget()
-        for request in self.running:
-            request.chain = None
+        for request in self._live.values():
+            request.parcel = None  # computed anew: its state is of before as well
+            request.chain = request.chain if request.held is None else None
 
     def audit(self) -> None:
         """Assert that no page and no slot is lost, or owned by another number than counted."""

@@ -355,6 +355,21 @@ def test_closing_behind_a_hanging_step_can_be_given_up() -> None:
     assert not serving._thread.is_alive()
 
 
+def test_a_stream_may_be_collected_inside_a_call() -> None:
+    """The garbage collector runs where it likes, also in the thread that hands over a call."""
+    serving = AsyncEngine(engine())
+
+    def inside() -> None:
+        with serving._lock:
+            serving._put(lambda: None)
+
+    thread = threading.Thread(target=inside, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    asyncio.run(serving.close())
+
+
 def test_a_step_that_hangs_is_seen() -> None:
     gate = threading.Event()
 

@@ -12,9 +12,9 @@ import torch
 from runtime.drafts import ENOUGH, Drafts
 from runtime.engine import Engine
 from runtime.pages import fit
-from runtime.plan import Plan, Ran
 from runtime.request import Limits, Request, Sampling
 from tests.fake_model import CFG, Model, counter, letters
+from tests.real_model import watched
 
 
 def perfect(_: int) -> bool:
@@ -28,19 +28,6 @@ def engine(
     pools = fit(CFG, [96] * requests, most=16, page_tokens=8, drafts=depth)
     settings = {"chunk": 16, "decode": letters} | more
     return Engine(counter(CFG, right), pools, drafts=drafts, **settings)
-
-
-def watched(e: Engine) -> list[tuple[Plan, list[Ran]]]:
-    """The plans and results of every step from now on."""
-    seen, run = [], e._runner.run
-
-    def watch(plan: Plan) -> list[Ran]:
-        ran = run(plan)
-        seen.append((plan, ran))
-        return ran
-
-    e._runner.run = watch
-    return seen
 
 
 ENDS = [

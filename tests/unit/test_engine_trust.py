@@ -71,6 +71,22 @@ def test_state_of_other_weights_is_refused() -> None:
         engine(other).add(moved)
 
 
+def test_a_state_that_waits_is_dropped_with_the_prefixes() -> None:
+    """It was taken before the weights changed, and its request has not begun."""
+    source, target, ids = engine(real()), engine(real()), prompt(20)
+    request = source.add(ask(ids))
+    source.step()
+    busy = target.add(ask(prompt(9)))
+    moved = target.add(request.moved(source.export(request)))
+    assert moved.parcel is not None
+    target.forget_prefixes()
+    target.drain()
+    source.drain()
+    assert busy.finish == "length"
+    assert target.cache_report(moved).reason != "imported"
+    assert moved.output == request.output[1:]
+
+
 def first(change: Callable[[Tensor], object]) -> Callable[[dict], dict]:
     def made(rows: dict) -> dict:
         name = next(n for n, t in rows.items() if t.numel())
