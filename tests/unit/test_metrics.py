@@ -10,8 +10,8 @@ from runtime.engine import Engine
 from runtime.metrics import Metrics
 from runtime.pages import fit
 from runtime.request import Limits, Request
+from tests import counting as fake
 from tests import tiny
-from tests.unit import test_engine as fake
 
 BASE = {"model_name": "m", "engine": "0"}
 

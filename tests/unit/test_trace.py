@@ -21,8 +21,8 @@ from runtime.request import Limits, Request, Sampling
 from runtime.sequence import LANES, NOT_HERE, STEPS
 from runtime.timeline import Amount, amounts
 from runtime.trace import Trace
+from tests import counting as fake
 from tests import tiny
-from tests.unit import test_engine as fake
 
 CFG = tiny.short(mtp=0, max_positions=200)
 DRAFTING = tiny.short(max_positions=200)
