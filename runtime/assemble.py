@@ -76,6 +76,9 @@ def _spans(counts: Ints) -> Ints:
 
 def _blocks(seq: Ints, positions: Ints, z: int) -> tuple[Ints, Ints]:
     """Blocks [U, Z] of real tokens, and the place of each token in them [T]."""
+    if z == 1:
+        place = np.arange(len(seq))
+        return place[:, None], place
     tile = positions // z
     opens = np.ones(len(seq), dtype=bool)
     opens[1:] = (seq[1:] != seq[:-1]) | (tile[1:] != tile[:-1])
@@ -116,8 +119,17 @@ def _framed(name: str, x: Ints, seqs: int, width: int | None) -> Ints:
     return out
 
 
+def _headed(x: Ints, seqs: int) -> Ints:
+    """Values of sequences, with those of row 0 and of padding rows."""
+    out = np.zeros(seqs, np.int64)
+    out[1 : 1 + len(x)] = x
+    return out
+
+
 def _grown(x: Ints, size: int, value: int = 0) -> Ints:
     """`x` with its first dim grown to `size`, filled with `value`."""
+    if len(x) == size:
+        return x
     out = np.full((size, *x.shape[1:]), value, np.int64)
     out[: len(x)] = x
     return out
@@ -125,9 +137,10 @@ def _grown(x: Ints, size: int, value: int = 0) -> Ints:
 
 def _tensors(arrays: dict[str, Ints], device: torch.device | None) -> dict[str, Tensor]:
     """Views into one tensor, so that a step costs one conversion and one transfer."""
-    flat = torch.from_numpy(np.concatenate([a.ravel() for a in arrays.values()]))
+    flat = torch.from_numpy(np.concatenate(list(arrays.values()), axis=None))
     parts = flat.to(device).split([a.size for a in arrays.values()])
-    return {n: p.view(a.shape) for (n, a), p in zip(arrays.items(), parts, strict=True)}
+    each = zip(arrays.items(), parts, strict=True)
+    return {n: p if a.ndim == 1 else p.view(a.shape) for (n, a), p in each}
 
 
 def assemble(
@@ -173,8 +186,10 @@ def assemble_rows(
     assert counts.min() >= 1, "a sequence in a step has at least one token"
     assert (wants <= counts).all(), "more logits wanted than there are tokens"
     ends, stops = starts + counts, counts.cumsum()
-    seq = np.repeat(np.arange(1, len(counts) + 1), counts)
-    positions = np.repeat(starts, counts) + _spans(counts)
+    seq, positions = np.arange(1, len(counts) + 1), starts
+    if len(rows.tokens) > len(counts):  # not one token each
+        seq = np.repeat(seq, counts)
+        positions = np.repeat(starts, counts) + _spans(counts)
     blocks, place = _blocks(seq, positions, block)
     wanted = np.repeat(stops - wants, wants) + _spans(wants)
 
@@ -183,18 +198,17 @@ def assemble_rows(
     spare = int(t > real)
     u = _size("blocks", shape.blocks, len(blocks) + spare)
     seqs = _size("seqs", shape.seqs, len(counts) + 1)
-    head = np.zeros(1, np.int64)
     arrays = {
         "tokens": _grown(rows.tokens, t),
         "positions": _grown(positions, t),
         "seq": _grown(seq, t),
-        "starts": _grown(np.concatenate((head, starts)), seqs),
-        "lengths": _grown(np.concatenate((head, ends)), seqs),
-        "first": _grown(np.concatenate((head, stops - counts)), seqs),
+        "starts": _headed(starts, seqs),
+        "lengths": _headed(ends, seqs),
+        "first": _headed(stops - counts, seqs),
         "wanted": _grown(wanted, _size("wanted", shape.wanted, len(wanted))),
         "history": _framed("history", rows.history, seqs, shape.history),
         "window": _framed("window", rows.window, seqs, shape.window),
-        "slots": _grown(np.concatenate((head, rows.slots)), seqs),
+        "slots": _headed(rows.slots, seqs),
         # Padding tokens stand in a block of their own; spare blocks repeat a token.
         "blocks": _grown(blocks, u, real if spare else 0),
         "place": _grown(place, t, len(blocks) * block),

@@ -7,6 +7,8 @@ from runtime.plan import Work
 from runtime.request import Request
 from runtime.rules import Rules
 
+_made = tuple.__new__  # of a NamedTuple: three times as fast as its own, for every row of a step
+
 
 class Filling:
     """One step while it is put together: `works` by request, in the order of the step."""
@@ -100,19 +102,22 @@ class Filling:
             ahead = min(propose or self._ahead, request.room - start - rows)
         if not self._pages.append(held, rows, ahead) and not self._grow(request, rows, ahead):
             return False
-        self.works[request.id] = Work(
-            request.id,
-            start,
-            tuple(request.tokens[start:]),
-            drafts,
-            1 + len(drafts),
-            held.slot,
-            -1,
-            propose,
-            start + rows + ahead,
-            request.sampling,
-            request.logprobs,
-            q,
+        self.works[request.id] = _made(
+            Work,
+            (
+                request.id,
+                start,
+                tuple(request.tokens[start:]),
+                drafts,
+                1 + len(drafts),
+                held.slot,
+                -1,
+                propose,
+                start + rows + ahead,
+                request.sampling,
+                request.logprobs,
+                q,
+            ),
         )
         return True
 

@@ -6,6 +6,7 @@ A run is the step of the backbone, then sampling, then the draft module (`propos
 then every reduction is the same whatever else is in the step.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -93,13 +94,16 @@ class Runner:
         return out
 
     def _batch(self, plan: Plan) -> Batch:
-        work = plan.work
+        # All works at once, column by column: a step of many requests is host time.
+        _, starts, tokens, drafts, wanted, slots, *_ = zip(*plan.work, strict=True)
+        if any(drafts):
+            tokens = [t + d for t, d in zip(tokens, drafts, strict=True)]
         rows = Rows(
-            tokens=np.array([t for w in work for t in (*w.tokens, *w.drafts)]),
-            counts=np.array([len(w.tokens) + len(w.drafts) for w in work]),
-            starts=np.array([w.start for w in work]),
-            slots=np.array([w.slot for w in work]),
-            wanted=np.array([w.wanted for w in work]),
+            tokens=np.array(list(itertools.chain.from_iterable(tokens))),
+            counts=np.array(list(map(len, tokens))),
+            starts=np.array(starts),
+            slots=np.array(slots),
+            wanted=np.array(wanted),
             history=plan.history,
             window=plan.window,
         )

@@ -319,11 +319,11 @@ class Scheduler:
             pages.recycle(held)
 
     def _extend(self, request: Request, held: Held, work: Work, ran: Ran) -> Event:
-        text, taken = "", 0
+        text, scores, tokens = "", (), list[int]()
         if not request.first_s:
             request.first_s = time.perf_counter()
         for s in ran.sampled:
-            taken += 1
+            tokens.append(s.token)
             try:
                 text += request.append(s, self.cfg)
             except Exception as error:  # a bad detokenizer, NaN: others must not pay for it
@@ -332,15 +332,15 @@ class Scheduler:
                 break
         if request.held is held:  # not aborted by its own detokenizer
             if request.error is None:
-                self._advance(request, held, len(work.tokens) + taken - 1)
+                self._advance(request, held, len(work.tokens) + len(tokens) - 1)
             if request.drafted is not None:
                 self._propose(request, request.drafted, work, ran)
             if request.finish is not None:
                 self._retire(request)
-        new = ran.sampled[:taken]
-        tokens = tuple([s.token for s in new])
-        scores = tuple([s.logprobs for s in new if s.logprobs is not None])
-        return Event(request, tokens, text, scores, request.finish)
+        if work.logprobs is not None:
+            new = ran.sampled[: len(tokens)]
+            scores = tuple([s.logprobs for s in new if s.logprobs is not None])
+        return tuple.__new__(Event, (request, tuple(tokens), text, scores, request.finish))
 
     def _propose(self, request: Request, record: DraftRecord, work: Work, ran: Ran) -> None:
         """Note how the drafts did, and keep those of the next step that can be of use."""
