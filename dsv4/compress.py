@@ -23,7 +23,7 @@ from dsv4.batch import Batch
 from dsv4.norm import rms, wide
 from dsv4.params import Compressor
 from dsv4.site import Site, entry_row, window_row, write
-from dsv4.state import Entries
+from dsv4.state import Entries, ring_rows
 
 
 def project(p: Compressor, x_TD: Tensor, positions_T: Tensor, rate: int) -> Tensor:
@@ -44,7 +44,7 @@ def _carried(cache: Entries, batch: Batch, site: Site, rows: int) -> Tensor:
     Positions below 0 read slot 0, which is zero.
     """
     rate, seqs = site.plan.rate, batch.slots.shape[0]
-    ring = cache.ring.shape[0] // site.num_slots
+    ring = ring_rows(site.plan, site.drafts)
     step = torch.arange(rows, device=batch.starts.device)
     pos = batch.starts[:, None] - rows + step
     valid = pos >= 0
@@ -119,7 +119,7 @@ def update(
 def _keep_inputs(cache: Entries, kg_T: Tensor, batch: Batch, site: Site) -> Entries:
     ctx, rate, n = site.ctx, site.plan.rate, site.page_tokens
     pos, seq = batch.positions, batch.seq
-    ring = cache.ring.shape[0] // site.num_slots
+    ring = ring_rows(site.plan, site.drafts)
     # Of a long chunk only the newest `ring` tokens are kept, so no row is written twice.
     newest = (seq > 0) & (pos >= batch.lengths[seq] - ring)
     kept = write(ctx, cache.ring, batch.slots[seq] * ring + pos % ring, kg_T, newest)

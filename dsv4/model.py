@@ -32,7 +32,7 @@ def step(params: Params, pools: Pools, batch: Batch, ctx: Ctx) -> tuple[StepOut,
     real = batch.seq > 0
     new, loads = [], []
     for p, pool, plan in zip(params.layers, pools.layers, cfg.plans, strict=True):
-        site = Site(plan, ctx, pools.page_tokens, pools.slots, *tables[plan.rope])
+        site = Site(plan, ctx, pools.page_tokens, pools.drafts, *tables[plan.rope])
         h, pool, chosen = layer.block(p, pool, h, batch, site)
         new.append(pool)
         loads.append(experts.load(chosen, real, cfg.experts))

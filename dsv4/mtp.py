@@ -39,7 +39,7 @@ def draft(
     plan = cfg.mtp_plan
     before = (batch.positions - 1).clamp(min=0)
     tables = turn(before, (plan.rope,), cfg.rope_dim, h.dtype)
-    site = Site(plan, ctx, pools.page_tokens, pools.slots, *tables[plan.rope], first_key=1)
+    site = Site(plan, ctx, pools.page_tokens, pools.drafts, *tables[plan.rope], first_key=1)
     h, pool, chosen = layer.block(p.block, pool, h, batch, site)
     y = rms(mhc.head(p.hc_head, h[batch.wanted], cfg), p.norm, cfg.norm_eps)
     load = experts.load(chosen, batch.seq > 0, cfg.experts)

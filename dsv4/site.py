@@ -19,7 +19,7 @@ class Site:
     plan: LayerPlan
     ctx: Ctx
     page_tokens: int
-    num_slots: int  # ring slots, slot 0 included
+    drafts: int  # rows of a ring for tokens that may be rejected
     cos: Tensor  # [T, rope_dim / 2] of the layer's rope at the tokens' positions
     sin: Tensor
     first_key: int = 0  # window keys exist from this position on

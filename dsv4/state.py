@@ -51,8 +51,9 @@ class Pools:
     layers: tuple[LayerPool, ...]
     mtp: LayerPool | None
     streams: Tensor | None  # [window pages, M * D] of each page's last token; with mtp only
+    # The numbers of pages and slots are those of the tensors: a program serves any of them.
     page_tokens: int = static()
-    slots: int = static()
+    drafts: int = static()  # rows of a ring for tokens that may be rejected
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ def pool_spec(cfg: Config, sizes: PoolSizes) -> Pools:
         mtp=_layer_pool(cfg, cfg.mtp_plan, sizes) if cfg.mtp else None,
         streams=_leaf(sizes, "draft streams", 1, cfg.streams * cfg.dim) if cfg.mtp else None,
         page_tokens=sizes.page_tokens,
-        slots=sizes.slots,
+        drafts=sizes.drafts,
     )
 
 

@@ -200,7 +200,7 @@ def test_blocks(pair: Pair, tapped: tuple[Tap, Tensor]) -> None:
         zip(pair.ours.layers, pools.layers, cfg.plans, strict=True)
     ):
         name = f"model.layers.{i}"
-        site = Site(plan, ctx, pools.page_tokens, pools.slots, *tables[plan.rope])
+        site = Site(plan, ctx, pools.page_tokens, pools.drafts, *tables[plan.rope])
         h, _, _ = layer.block(p, pool, tap.input(name), batch, site)
         _close(h, tap.output(name), name)
         y, _ = layer.attend(p.attn, pool, tap.input(f"{name}.self_attn"), batch, site)

@@ -187,7 +187,7 @@ def _stage(kinds: str = "w", start: int = 0) -> Stage:
     plan = cfg.plans[0]
     angles = turn(batch.positions, (plan.rope,), cfg.rope_dim, F64)[plan.rope]
     pools = tiny.pools(cfg, 1, 4, F64, page_tokens=8)
-    site = Site(plan, Ctx(cfg), pools.page_tokens, pools.slots, *angles, first_key=start)
+    site = Site(plan, Ctx(cfg), pools.page_tokens, pools.drafts, *angles, first_key=start)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(6, cfg.dim, generator=generator, dtype=F64)
     return Stage(params.layers[0].attn, x, batch, site, pools.layers[0])
@@ -298,7 +298,7 @@ def test_e3_a_bfloat16_model_keeps_float32_where_it_matters(kinds: str) -> None:
     batch, pools = model.fresh(params, ids, Ctx(cfg), 8)
     plan = cfg.mtp_plan
     cos, sin = turn(batch.positions, (plan.rope,), cfg.rope_dim, torch.float32)[plan.rope]
-    site = Site(plan, Ctx(cfg), pools.page_tokens, pools.slots, cos, sin)
+    site = Site(plan, Ctx(cfg), pools.page_tokens, pools.drafts, cos, sin)
     assert pools.mtp is not None
     window = torch.randn_like(pools.mtp.window)
     window[: site.page_tokens] = 0

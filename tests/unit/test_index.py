@@ -37,7 +37,7 @@ def _stage(ctx: Ctx, block: int = 4) -> Stage:
     batch, pools = model.fresh(params, ids, ctx, block)
     plan = CFG.plans[0]
     angles = turn(batch.positions, (plan.rope,), CFG.rope_dim, F64)[plan.rope]
-    site = Site(plan, ctx, pools.page_tokens, pools.slots, *angles)
+    site = Site(plan, ctx, pools.page_tokens, pools.drafts, *angles)
     p = params.layers[0].attn
     x = torch.randn(LENGTH, CFG.dim, dtype=F64)
     _, pool = layer.attend(p, pools.layers[0], x, batch, site)

@@ -136,7 +136,7 @@ def test_a_block_equals_the_text(i: int, qat: bool) -> None:
     ctx, run = Ctx(CFG, qat=qat), tiny.run(CFG, qat=qat)
     batch, pools = model.fresh(tiny.params(CFG, 3, F64), ids, ctx)
     angles = turn(batch.positions, (plan.rope,), CFG.rope_dim, F64)[plan.rope]
-    site = Site(plan, ctx, pools.page_tokens, pools.slots, *angles)
+    site = Site(plan, ctx, pools.page_tokens, pools.drafts, *angles)
     h = torch.randn(40, CFG.streams, CFG.dim, dtype=F64)
     x = rms(mhc.collapse(h, mhc.mix(p.hc_attn, h, CFG)[0]), p.attn_norm, CFG.norm_eps)
 
@@ -166,7 +166,7 @@ def test_entries_equal_the_text(which: str, qat: bool) -> None:
     ctx, run = Ctx(CFG, qat=qat), tiny.run(CFG, qat=qat)
     batch, pools = model.fresh(params, ids, ctx)
     angles = turn(batch.positions, (plan.rope,), CFG.rope_dim, F64)[plan.rope]
-    site = Site(plan, ctx, pools.page_tokens, pools.slots, *angles)
+    site = Site(plan, ctx, pools.page_tokens, pools.drafts, *angles)
     attn, pool = params.layers[i].attn, pools.layers[i]
     indexer = which == "index keys"
     p = attn.indexer.compressor if indexer and attn.indexer else attn.compressor
