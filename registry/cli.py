@@ -1,7 +1,7 @@
 """The command `dsv4`: picks the subcommand, and turns failures into one line and an exit code.
 
-Exit codes: 0 done; 2 the caller must change something, told in one line; 130 interrupted; 141 the
-reader of our output went away.
+Exit codes: 0 done; 1 done, and what was looked at is damaged; 2 the caller must change something,
+told in one line; 130 interrupted; 141 the reader of our output went away.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import NoReturn
 COMMANDS = (
     ("generate", "generate text from a checkpoint"),
     ("explain", "say what would run, and why"),
+    ("cache", "list, verify or remove compiled graphs kept on disk"),
 )
 _LONGEST = 4000  # characters of a message
 PACKAGES = ("dsv4", "compiler", "runtime", "registry")
