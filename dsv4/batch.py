@@ -5,6 +5,8 @@ together, at consecutive positions. Row 0 of every table belongs to padding toke
 is 0 and whose pages and slot are 0. All tensors are int64.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,79 @@ class Batch:
     #                 token of the block where the step has none there
     place: Tensor  # [T] where token t stands in blocks, flattened
     closes: tuple[Tensor, ...]  # per rate of cfg.rates [W, 2]: table row, entry; padding is (0, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a batch's tensors; None is what the step needs. Too small a size is refused.
+
+    `blocks` must leave one block for padding tokens, if there are any.
+    """
+
+    tokens: int | None = None  # T
+    seqs: int | None = None  # B, row 0 included
+    wanted: int | None = None  # Y
+    block: int | None = None  # Z
+    blocks: int | None = None  # U
+    closes: tuple[int, ...] | None = None  # W, per rate of cfg.rates
+    history: int | None = None  # Q
+    window: int | None = None  # Q'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a step must have room for, in the words of `Shape`; `seqs` without row 0.
+
+    `decode`: every sequence has its newest token and drafts alone, so blocks of one token serve.
+    """
+
+    decode: bool
+    tokens: int
+    seqs: int
+    wanted: int
+    closes: tuple[int, ...]
+    history: int
+    window: int  # exactly: columns are page indices modulo this
+
+
+def shape_of(batch: Batch) -> Shape:
+    """The sizes of a batch's tensors, all of them."""
+    return Shape(
+        tokens=batch.tokens.shape[0],
+        seqs=batch.slots.shape[0],
+        wanted=batch.wanted.shape[0],
+        block=batch.blocks.shape[1],
+        blocks=batch.blocks.shape[0],
+        closes=tuple(c.shape[0] for c in batch.closes),
+        history=batch.history.shape[1],
+        window=batch.window.shape[1],
+    )
+
+
+def blank(shape: Shape, device: torch.device | None = None) -> Batch:
+    """A batch of padding alone, of a shape without None."""
+    sizes = dataclasses.astuple(shape)
+    assert None not in sizes, f"{shape} leaves sizes open"
+
+    def zeros(*dims: int | None) -> Tensor:
+        return torch.zeros([d for d in dims if d is not None], dtype=torch.int64, device=device)
+
+    t, b = shape.tokens, shape.seqs
+    return Batch(
+        tokens=zeros(t),
+        positions=zeros(t),
+        seq=zeros(t),
+        starts=zeros(b),
+        lengths=zeros(b),
+        first=zeros(b),
+        wanted=zeros(shape.wanted),
+        history=zeros(b, shape.history),
+        window=zeros(b, shape.window),
+        slots=zeros(b),
+        blocks=zeros(shape.blocks, shape.block),
+        place=zeros(t),
+        closes=tuple(zeros(w, 2) for w in shape.closes or ()),
+    )
 
 
 @node

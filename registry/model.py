@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from compiler.backend import Backend
-from dsv4.batch import Batch, StepOut
+from dsv4.batch import Batch, Need, Shape, StepOut
 from dsv4.config import Config
 from dsv4.context import Ctx
-from dsv4.mesh import Mesh
+from dsv4.mesh import ONE, Mesh
 from dsv4.params import Params
 from dsv4.state import Pools
 from runtime.load import LoadReport, Progress
 
+Fit = Callable[[Need], Shape]
 Step = Callable[[Params, Pools, Batch], tuple[StepOut, Pools]]
 Draft = Callable[[Params, Pools, Tensor, Batch], tuple[StepOut, Pools]]
 
@@ -45,8 +46,12 @@ class CompiledModel:
     params: Params
     step: Step  # may write into the pools it is given: use those it returns
     draft: Draft | None  # the draft module's step, over the streams before each token
-    backend: str
+    backend: Backend
     architecture: str
     source: Path | None
     report: LoadReport | None
     why: tuple[str, ...]  # the choices that led here, in order
+    mesh: Mesh = ONE
+    # Shapes that steps and drafts are padded to; None: any shape goes.
+    fit: Fit | None = None
+    fit_draft: Fit | None = None

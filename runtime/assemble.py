@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.batch import Batch
+from dsv4.batch import Batch, Need, Shape
 from dsv4.config import Config
 
 Ints = np.ndarray
@@ -44,22 +44,6 @@ class Rows:
     wanted: Ints  # [n] how many of its last tokens have their logits wanted
     history: Ints  # [n, Q] history page of each page_tokens positions
     window: Ints  # [n, Q'] window page; column = page index modulo Q'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a step's tensors; None is what the step needs. Too small a size is refused.
-
-    `blocks` must leave one block for padding tokens, if there are any.
-    """
-
-    tokens: int | None = None  # T
-    seqs: int | None = None  # B, row 0 included
-    wanted: int | None = None  # Y
-    blocks: int | None = None  # U
-    closes: tuple[int, ...] | None = None  # W, per rate of cfg.rates
-    history: int | None = None  # Q
-    window: int | None = None  # Q'
 
 
 def _size(name: str, given: int | None, needed: int) -> int:
@@ -95,6 +79,20 @@ def _closes(starts: Ints, ends: Ints, rate: int) -> Ints:
     counts = last - first
     rows = np.repeat(np.arange(1, len(starts) + 1), counts)
     return np.stack((rows, np.repeat(first, counts) + _spans(counts)), axis=1)
+
+
+def need(rows: Rows, rates: Sequence[int], decode: bool) -> Need:
+    """What a step must have room for."""
+    ends = rows.starts + rows.counts
+    return Need(
+        decode=decode,
+        tokens=len(rows.tokens),
+        seqs=len(rows.counts),
+        wanted=int(rows.wanted.sum()),
+        closes=tuple(int((ends // r - rows.starts // r).sum()) for r in rates),
+        history=rows.history.shape[1],
+        window=rows.window.shape[1],
+    )
 
 
 def _tables(rows: Sequence[Row], page_tokens: int, shape: Shape) -> tuple[Ints, Ints]:

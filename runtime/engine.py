@@ -102,6 +102,7 @@ class Engine:
         self._prefix = Prefix(self._cache.pages, self._cache.digest, enabled=cache)
         self._scheduler = Scheduler(cfg, self._cache.pages, self._prefix, rules)
         self._runner = Runner(model, self._cache, block=block, drafts=drafts, exact=exact)
+        self._runner.check(sizes.slots - 1, 1 + depth, budget)
         self._decode, self._params = decode, model.params
         self._streams: dict[int, deque[Event]] = {}
         self.meter = Meter()

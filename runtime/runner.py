@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4.batch import Batch, StepOut
+from dsv4.batch import Batch, Need, Shape, StepOut
 from dsv4.config import Config
 from dsv4.params import Params
 from dsv4.state import Pools
 from runtime import draw, propose
-from runtime.assemble import Ints, Rows, Shape, assemble_rows
+from runtime.assemble import Ints, Rows, assemble_rows, need
 from runtime.cache import Cache
 from runtime.drafts import Drafts
 from runtime.plan import Plan, Ran
@@ -28,6 +28,7 @@ from runtime.request import Sampled
 
 Step = Callable[[Params, Pools, Batch], tuple[StepOut, Pools]]
 Draft = Callable[[Params, Pools, Tensor, Batch], tuple[StepOut, Pools]]
+Fit = Callable[[Need], Shape]
 Mark = Callable[[str], None]
 
 
@@ -54,6 +55,16 @@ class Model(Protocol):
         """The draft module over the streams before each token; likewise. None: there is none."""
         ...
 
+    @property
+    def fit(self) -> Fit | None:
+        """The shape that a step with some need is padded to. None: any shape goes."""
+        ...
+
+    @property
+    def fit_draft(self) -> Fit | None:
+        """Likewise of the draft module."""
+        ...
+
 
 def _unmarked(_: str) -> None:
     """Nobody watches."""
@@ -71,6 +82,37 @@ class Runner:
         self._device = model.params.embed.device
         self._longest = cache.pages.history_table.shape[1]  # pages of the longest request
         self.mark: Mark = _unmarked  # told the name of every stage that begins
+
+    def check(self, seqs: int, rows: int, budget: int) -> None:
+        """Raise ValueError if there are programs, and none for some step of an engine.
+
+        Of `seqs` sequences with `rows` rows each while they generate, and `budget` tokens.
+        """
+        model = self._model
+        if model.fit is not None and self._exact:
+            raise ValueError(
+                "exact pads every step in one way, and programs have shapes of their own: build "
+                "the model with backend eager for exact, or leave exact out"
+            )
+        for fit, rates, more in ((model.fit, model.cfg.rates, 0), (model.fit_draft, (), 1)):
+            if fit is None:
+                continue
+            own = rows + more  # the draft module computes a page's first row once more
+            for decode, tokens in ((True, seqs * own), (False, budget + more * seqs)):
+                fit(
+                    Need(
+                        decode=decode,
+                        tokens=tokens,
+                        seqs=seqs,
+                        wanted=min(seqs * own, tokens),
+                        closes=tuple(
+                            seqs * (1 + (own - 1) // r) if decode else tokens // r + seqs
+                            for r in rates
+                        ),
+                        history=self._longest,
+                        window=self._cache.pages.width,
+                    )
+                )
 
     def run(self, plan: Plan) -> list[Ran]:
         """Compute a plan; per work the tokens that hold, and drafts of the next ones."""
@@ -107,16 +149,21 @@ class Runner:
             history=plan.history,
             window=plan.window,
         )
-        return self._assemble(rows, self._model.cfg.rates, 1 if plan.decode else self._block)
+        return self._assemble(rows, self._model.cfg.rates, plan.decode, self._model.fit)
 
-    def _assemble(self, rows: Rows, rates: Sequence[int], block: int) -> Batch:
-        """In exact mode: sizes that make every reduction independent of what else is in the step.
+    def _assemble(self, rows: Rows, rates: Sequence[int], decode: bool, fit: Fit | None) -> Batch:
+        """Padded to the shape of a program, where steps are programs.
 
+        In exact mode: sizes that make every reduction independent of what else is in the step.
         Matrix products have a multiple of 8 rows, and enough for all steps to go through the
         experts the same way; tables have the width of the longest request.
         """
-        shape = None
-        if self._exact:
+        shape, block = None, 1 if decode else self._block
+        if fit is not None:
+            shape = fit(need(rows, rates, decode))
+            assert shape.block is not None, "a program has all sizes"
+            block = shape.block
+        elif self._exact:
             cfg, block = self._model.cfg, self._block
             shape = Shape(
                 tokens=_eights(max(len(rows.tokens), -(-cfg.experts // cfg.topk))),
@@ -136,18 +183,17 @@ class Runner:
             assert saved is not None, "the pools of a model with drafts keep streams"
             shape = streams.shape[1:]
             streams[self._index(work.first)] = saved[self._index(work.page)].unflatten(1, shape)
-        block = 1 if plan.decode else self._block
 
         def module(streams_TMD: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-            return self._draft(streams_TMD, rows, block)
+            return self._draft(streams_TMD, rows, plan.decode)
 
         drafts = propose.propose(plan, streams, work, module, self._drafts.rule)
         return [Ran(s, drafts.get(i)) for i, s in enumerate(kept)]
 
-    def _draft(self, streams_TMD: Tensor, rows: Rows, block: int) -> tuple[Tensor, Tensor]:
+    def _draft(self, streams_TMD: Tensor, rows: Rows, decode: bool) -> tuple[Tensor, Tensor]:
         draft, params = self._model.draft, self._model.params
         assert draft is not None, "an engine with drafts has a model that makes them"
-        batch = self._assemble(rows, (), block)
+        batch = self._assemble(rows, (), decode, self._model.fit_draft)
         pad = len(batch.tokens) - len(streams_TMD)
         streams = F.pad(streams_TMD, (0, 0, 0, 0, 0, pad))
         out, self._cache.pools = draft(params, self._cache.pools, streams, batch)

@@ -14,7 +14,7 @@ from dsv4.state import Pools, PoolSizes
 from runtime.engine import Engine
 from runtime.pages import fit
 from runtime.request import Limits, Request, Sampling
-from runtime.runner import Draft
+from runtime.runner import Draft, Fit
 from tests import tiny
 
 
@@ -26,6 +26,8 @@ class Model:
     params: Params
     step: Callable[[Params, Pools, Batch], tuple[StepOut, Pools]]
     draft: Draft | None = None
+    fit: Fit | None = None
+    fit_draft: Fit | None = None
 
 
 def real(cfg: Config, dtype: torch.dtype = torch.float64) -> Model:

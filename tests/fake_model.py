@@ -15,7 +15,7 @@ from dsv4.batch import Batch, StepOut
 from dsv4.config import Config
 from dsv4.params import Params
 from dsv4.state import Pools
-from runtime.runner import Draft, Step
+from runtime.runner import Draft, Fit, Step
 from tests import tiny
 
 Right = Callable[[int], bool]
@@ -29,6 +29,8 @@ class Model:
     params: Params
     step: Step
     draft: Draft | None = None
+    fit: Fit | None = None
+    fit_draft: Fit | None = None
 
 
 CFG = tiny.short("w", 0, mtp=1, eos=(100,), max_positions=96)

@@ -66,6 +66,6 @@ def test_in_place_writes_keep_the_address():
 
 def test_backends_are_refused_by_name():
     assert backend("eager") is EAGER
-    for name, word in (("inductor", "planned"), ("torchair", "planned"), ("fast", "unknown")):
+    for name, word in (("torchair", "planned"), ("fast", "unknown")):
         with pytest.raises(ValueError, match=f"{name}.*{word}.*eager"):
             backend(name)
