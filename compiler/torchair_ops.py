@@ -1,7 +1,7 @@
 """The NPU's lowering of `dsv4.ops.Ops`: what a step calls when torchair compiles it.
 
 Each function means what its plain form in `dsv4.ops` means. On CPU they run through the stand-ins
-of `torchair_declared.py`, which is how tests hold the pairs together; the vendor's kernels
+of `torchair_vendor.py`, which is how tests hold the pairs together; the vendor's kernels
 themselves have never been run by this project.
 """
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler import torchair_declared  # declares dsv4::grouped_matmul
+import compiler.torchair_own  # noqa: F401  declares dsv4::grouped_matmul
 from dsv4.norm import wide
 from dsv4.ops import Experts, Ops
 

@@ -5,10 +5,10 @@ test holds them equal wherever the wheel is at hand. `plain` says what the opera
 arguments that `torchair_ops.py` passes, and refuses others; `shapes` is its fake function.
 
 Where torch_npu is loaded its own operators are used and nothing here is registered. Elsewhere
-`declare` stands in for them, so that a step can be traced, its numbers checked on CPU, and its graph
-handed to torchair's converters, which know these operators by name.
+`declare` stands in for them, so that a step can be traced, its numbers checked on CPU, and its
+graph handed to torchair's converters, which know these operators by name.
 
-Letters: N rows sorted by expert, I in, O out; others as in the package docstring of `dsv4`.
+Letters: N rows sorted by expert; others as in the package docstring of `dsv4`.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
@@ -233,60 +232,3 @@ def declare() -> Library | None:
         library.impl(op.name, op.plain, "CompositeExplicitAutograd")
         library.impl(op.name, op.shapes, "Meta")
     return library
-
-
-# Ours: the vendor's grouped product wants weights as [L, I, O], and its converter leaves a
-# transposition of them in the graph; the GE operator can be told that they stand as [L, O, I].
-
-
-def _grouped_matmul(rows_NI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
-    """The next `counts_L[l]` rows times expert l's weight, for each l in turn. [N, O]"""
-    parts = rows_NI.split(counts_L.tolist())
-    return torch.cat([F.linear(x, w) for x, w in zip(parts, weight_LOI, strict=True)])
-
-
-def _grouped_matmul_shapes(rows_NI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
-    return rows_NI.new_empty((rows_NI.shape[0], weight_LOI.shape[1]))
-
-
-def _grouped_matmul_npu(rows_NI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
-    return torch.ops.npu.npu_grouped_matmul(
-        [rows_NI],
-        [weight_LOI.transpose(1, 2)],
-        group_list=counts_L,
-        split_item=3,  # one result
-        group_type=0,  # the rows are what is grouped
-        group_list_type=1,  # by counts
-    )[0]
-
-
-OURS = Library("dsv4", "DEF")
-OURS.define("grouped_matmul(Tensor rows, Tensor weight, Tensor counts) -> Tensor")
-OURS.impl("grouped_matmul", _grouped_matmul, "CPU")
-OURS.impl("grouped_matmul", _grouped_matmul_shapes, "Meta")
-OURS.impl("grouped_matmul", _grouped_matmul_npu, "PrivateUse1")
-
-CONVERTED_HERE = ("dsv4.grouped_matmul.default",)
-
-
-def register(ge: Any, register_converter: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Tell torchair how our own operators become GE operators.
-
-    `ge` is its module of GE operators, `register_converter` its `register_fx_node_ge_converter`.
-    """
-
-    def empty(kind: str) -> list[Any]:
-        return [ge.Fill([0], ge.Cast(0.0, dst_type=getattr(ge.DataType, kind)))]
-
-    def convert(rows: Any, weight: Any, counts: Any, meta_outputs: Any = None) -> Any:
-        bias = "DT_FLOAT" if rows.dtype == ge.DataType.DT_BF16 else "DT_FLOAT16"
-        if rows.dtype == ge.DataType.DT_FLOAT:
-            bias = "DT_FLOAT"
-        half, none = "DT_FLOAT16", None
-        return ge.GroupedMatmul(
-            [rows], [weight], empty(bias), empty("DT_UINT64"), empty("DT_FLOAT"), empty(half),
-            empty(half), counts, none, split_item=3, dtype=-1, transpose_weight=True, group_type=0,
-            group_list_type=1,
-        )[0]  # fmt: skip
-
-    register_converter(torch.ops.dsv4.grouped_matmul.default)(convert)
