@@ -70,6 +70,22 @@ LIBRARY = _library()
 CONVERTED = ("dsv4.grouped_matmul.default", "dsv4.write_after.default")
 
 
+def _without_copy(copy: Node) -> Node:
+    """What is copied into a graph input, past a functional copy of the same dtype and shape."""
+    pool, value = copy.args
+    assert isinstance(pool, Node)
+    assert isinstance(value, Node)
+    if value.target is torch.ops.aten.copy.default and value.args[0] is pool:
+        source = value.args[1]
+        assert isinstance(source, Node)
+        mine, theirs = (node.meta["val"] for node in (pool, source))
+        if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape):
+            value.replace_all_uses_with(source)
+            value.graph.erase_node(value)
+            return source
+    return value
+
+
 def order_writes(graph_module: GraphModule, *_: object) -> None:
     """Let writes into graph inputs that the step has read before wait for those reads, in place.
 
@@ -80,9 +96,9 @@ def order_writes(graph_module: GraphModule, *_: object) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     update = torch.ops.npu.npu_scatter_nd_update.default
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        pool, write = copy.args[0], copy.args[1]
+        pool, write = copy.args[0], _without_copy(copy)
         assert isinstance(pool, Node)
-        if not isinstance(write, Node) or write.target is not update or write.args[0] is not pool:
+        if write.target is not update or write.args[0] is not pool:
             continue
         reads = [user for user in pool.users if user not in (copy, write)]
         for read in reads:

@@ -16,29 +16,28 @@ from pathlib import Path
 
 from compiler import torchair_list, torchair_vendor
 from compiler.torchair_ops import NPU
-from dsv4.config import Config, preset
+from dsv4.config import preset
 from dsv4.context import Ctx
+from dsv4.ops import PLAIN
 from tools import graph_scene
 from tools.graph_capture import Captured, capture, statuses
 from tools.graph_captured import Operator, Report
-from tools.graph_wheel import Wheel, beside, find
+from tools.graph_wheel import Wheel, find, why_not
 
 BUCKETS = {"decode": graph_scene.DECODE, "mixed": graph_scene.MIXED}
 
 
-def report(cfg: Config, bucket: graph_scene.Bucket, wheel: Wheel | None, *, draft: bool) -> Report:
+def report(
+    ctx: Ctx, bucket: graph_scene.Bucket, wheel: Wheel | None, *, draft: bool = False
+) -> Report:
     """Lower one graph as far as can be: through `wheel`, or by the list alone without one."""
-    fn, args = graph_scene.step(graph_scene.scene(cfg, bucket), Ctx(cfg, ops=NPU), draft=draft)
+    fn, args = graph_scene.step(graph_scene.scene(ctx.cfg, bucket), ctx, draft=draft)
     if wheel is None:
         library = torchair_vendor.declare()
         captured = capture(fn, args)
         del library
-        why = (
-            f"no files of torch_npu were found (in {beside()}, or installed); get them with "
-            f"pip install --no-deps --target {beside()} 'torch_npu==2.13.*'"
-        )
         version = torchair_list.read().torch_npu
-        return Report(version, _operators(captured), _written(captured), None, why)
+        return Report(version, _operators(captured), _written(captured), None)
     from tools.graph_torchair import convert  # only where its files are
 
     done, lowered = convert(fn, args, wheel)
@@ -47,8 +46,7 @@ def report(cfg: Config, bucket: graph_scene.Bucket, wheel: Wheel | None, *, draf
     for op in operators:
         op.emitted = done.emitted[op.name]
         op.error = done.errors.get(op.name)
-    why = "running needs CANN and an NPU"
-    return Report(wheel.version, operators, _written(done.captured), lowered, why)
+    return Report(wheel.version, operators, _written(done.captured), lowered)
 
 
 def _operators(captured: Captured) -> tuple[Operator, ...]:
@@ -60,8 +58,8 @@ def _written(captured: Captured) -> tuple[str, ...]:
     return tuple(sorted(captured.written))
 
 
-def lines(r: Report) -> list[str]:
-    """The report as text."""
+def lines(r: Report, untried: str | None) -> list[str]:
+    """The report as text. `untried`: why torchair's converters were not."""
     low, missing = r.lowered, r.missing
     out = [f"{'operator':44} {'calls':>5}  {'listed':8} {'result':9}  GE operators"]
     for op in r.operators:
@@ -84,12 +82,12 @@ def lines(r: Report) -> list[str]:
     out += [
         f"{len(r.operators)} operators, {calls} calls: {len(missing)} missing, "
         f"{len(r.faults)} faults",
-        *_evidence(r),
+        *_evidence(r, untried),
     ]
     return out
 
 
-def _evidence(r: Report) -> list[str]:
+def _evidence(r: Report, untried: str | None) -> list[str]:
     table = torchair_list.read()
     absent = sum(op.listed is None for op in r.operators)
     partial = sum(op.listed == "PARTIAL" for op in r.operators)
@@ -98,7 +96,7 @@ def _evidence(r: Report) -> list[str]:
         f"converters of torch_npu {table.torch_npu}, {partial} of them for some arguments only"
     )
     if r.lowered is None:
-        converted = f"not tried: {r.reason}"
+        converted = f"not tried: {untried}"
     elif r.missing:
         converted = f"no: converters of torch_npu {r.torch_npu} failed"
     else:
@@ -115,13 +113,16 @@ def _evidence(r: Report) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """0 if every operator lowers and every written pool is written in place, else 1."""
-    p = argparse.ArgumentParser(prog="python -m tools.graph", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m tools.graph", description=(__doc__ or "").split("\n")[0]
+    )
     p.add_argument("preset", help="tiny, flash, pro, bench_1b or bench_100m")
     p.add_argument("--layers", type=int, help="cut the model to so many layers, one of each plan")
     p.add_argument("--bucket", choices=sorted(BUCKETS), default="decode")
     p.add_argument("--tokens", type=int, help="tokens of the step")
     p.add_argument("--seqs", type=int, help="sequences of the step")
     p.add_argument("--context", type=int, help="positions a sequence can have")
+    p.add_argument("--plain", action="store_true", help="the plain operators, not the NPU's")
     p.add_argument("--draft", action="store_true", help="the draft module's step")
     p.add_argument("--torch-npu", type=Path, metavar="DIR", help="an unpacked torch_npu")
     p.add_argument("--static", action="store_true", help="stop at the list of converters")
@@ -132,13 +133,16 @@ def main(argv: Sequence[str]) -> int:
         cfg = preset(given.preset)
         cfg = graph_scene.cut(cfg, given.layers) if given.layers is not None else cfg
         bucket = graph_scene.sized(BUCKETS[given.bucket], changes)
-        wheel = None if given.static else find(given.torch_npu)
-        if given.out is not None and wheel is None:
-            raise ValueError("--out needs a GE graph, and without torch_npu's files there is none")
-        r = report(cfg, bucket, wheel, draft=given.draft)
+        wheel = find(given.torch_npu)
+        untried = "--static" if given.static else why_not(wheel)
+        wheel = wheel if untried is None else None
+        if untried is not None and (given.out is not None or given.torch_npu is not None):
+            raise ValueError(f"there is no GE graph: {untried}")
+        ctx = Ctx(cfg, ops=PLAIN if given.plain else NPU)
+        r = report(ctx, bucket, wheel, draft=given.draft)
     except ValueError as error:
         p.error(str(error))
-    print("\n".join(lines(r)))
+    print("\n".join(lines(r, untried)))
     if given.out is not None and r.lowered is not None:
         given.out.write_text(r.lowered.text, encoding="utf-8")
         print(f"GE graph text: {given.out}")

@@ -51,8 +51,7 @@ class Report:
     torch_npu: str  # the version that the evidence is about
     operators: tuple[Operator, ...]
     written: tuple[str, ...]  # pools that the step writes
-    lowered: Lowered | None
-    reason: str  # why no higher evidence was reached
+    lowered: Lowered | None  # None if the list of converters is all the evidence
 
     @property
     def missing(self) -> dict[str, str]:

@@ -75,3 +75,17 @@ def find(given: Path | None = None) -> Wheel | None:
         places = spec.submodule_search_locations if spec else None
         wheel = _at(Path(places[0])) if places else None
     return wheel
+
+
+def why_not(wheel: Wheel | None) -> str | None:
+    """What keeps torchair's converters from running here; None if nothing does."""
+    if wheel is None:
+        return (
+            f"no files of torch_npu in {beside()} or installed; get them with "
+            f"pip install --no-deps --target {beside()} 'torch_npu==2.13.*'"
+        )
+    if importlib.util.find_spec("google") is None or not importlib.util.find_spec(
+        "google.protobuf"
+    ):
+        return "torchair needs protobuf, which is not installed"
+    return None
