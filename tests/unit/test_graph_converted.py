@@ -47,7 +47,7 @@ def _graph(text: str) -> list[Op]:
 
 
 def _reads_before_writes(ops: list[Op]) -> int:
-    """How many reads of a pool its write waits for; by control edges, as nothing else orders them."""
+    """How many reads of a pool its write waits for: by control edges, nothing else orders them."""
     writes = {op.fed[0]: op for op in ops if op.kind == "ScatterNdUpdate"}
     reads = [(op, p) for op in ops for p in writes.keys() & set(op.fed) if op is not writes[p]]
     for read, pool in reads:
