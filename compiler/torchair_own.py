@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.library import Library
 
 
-def _grouped_matmul(rows_NI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
+def grouped_matmul(rows_NI: Tensor, weight_LOI: Tensor, counts_L: Tensor) -> Tensor:
     """The next `counts_L[l]` rows times expert l's weight, for each l in turn. [N, O]"""
     parts = rows_NI.split(counts_L.tolist())
     return torch.cat([F.linear(x, w) for x, w in zip(parts, weight_LOI, strict=True)])
@@ -57,7 +57,7 @@ def _write_after_shapes(
 def _library() -> Library:
     own = Library("dsv4", "DEF")
     own.define("grouped_matmul(Tensor rows, Tensor weight, Tensor counts) -> Tensor")
-    own.impl("grouped_matmul", _grouped_matmul, "CPU")
+    own.impl("grouped_matmul", grouped_matmul, "CPU")
     own.impl("grouped_matmul", _grouped_matmul_shapes, "Meta")
     own.impl("grouped_matmul", _grouped_matmul_npu, "PrivateUse1")
     own.define("write_after(Tensor pool, Tensor indices, Tensor values, Tensor[] reads) -> Tensor")
@@ -122,7 +122,7 @@ def register(ge: Any, register_converter: Callable[[Any], Callable[[Any], Any]])
     def empty(kind: int) -> list[Any]:
         return [ge.Fill([0], ge.Cast(0.0, dst_type=kind))]
 
-    def grouped_matmul(rows: Any, weight: Any, counts: Any, meta_outputs: Any = None) -> Any:
+    def convert_matmul(rows: Any, weight: Any, counts: Any, meta_outputs: Any = None) -> Any:
         # Empty optional inputs have the dtypes that the vendor's converter gives them.
         kinds = ge.DataType
         half = rows.dtype == kinds.DT_FLOAT16
@@ -134,7 +134,7 @@ def register(ge: Any, register_converter: Callable[[Any], Callable[[Any], Any]])
             split_item=3, dtype=-1, transpose_weight=True, group_type=0, group_list_type=1,
         )[0]  # fmt: skip
 
-    def write_after(
+    def convert_write(
         pool: Any, indices: Any, values: Any, reads: Any, meta_outputs: Any = None
     ) -> Any:
         written = ge.ScatterNdUpdate(pool, indices, values)
@@ -142,5 +142,5 @@ def register(ge: Any, register_converter: Callable[[Any], Callable[[Any], Any]])
         written.node.input.extend(read.controller for read in reads)
         return written
 
-    register_converter(torch.ops.dsv4.grouped_matmul.default)(grouped_matmul)
-    register_converter(torch.ops.dsv4.write_after.default)(write_after)
+    register_converter(torch.ops.dsv4.grouped_matmul.default)(convert_matmul)
+    register_converter(torch.ops.dsv4.write_after.default)(convert_write)

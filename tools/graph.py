@@ -6,6 +6,7 @@ operator with what becomes of it, and exits with 1 if anything is missing. Three
 1. static     every operator is in the shipped list of torchair's converters; needs torch only.
 2. converted  torchair's own converters emitted a GE graph; needs the files of the torch_npu wheel
               (`pip install --no-deps --target DIR torch_npu`, then `--torch-npu DIR`), not CANN.
+              `tools.graph_interpret` also runs such a graph on CPU and compares it with the step.
 3. run        a graph ran on an NPU. Never reached by this tool, nor by this project so far.
 """
 
@@ -24,7 +25,7 @@ from tools.graph_capture import Captured, capture, statuses
 from tools.graph_captured import Operator, Report
 from tools.graph_wheel import Wheel, find, why_not
 
-BUCKETS = {"decode": graph_scene.DECODE, "mixed": graph_scene.MIXED}
+BUCKETS = graph_scene.BUCKETS
 
 
 def report(

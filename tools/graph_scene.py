@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Bucket:
 
 DECODE = Bucket(tokens=4, seqs=4, context=8192, block=1)
 MIXED = Bucket(tokens=192, seqs=4, context=8192)
+BUCKETS = MappingProxyType({"decode": DECODE, "mixed": MIXED})
 
 
 def sized(bucket: Bucket, changes: dict[str, int]) -> Bucket:
@@ -90,33 +92,43 @@ def cut(cfg: Config, layers: int) -> Config:
     return dataclasses.replace(cfg, kinds=kinds, hash_layers=hashed, mtp=0)
 
 
-def _batch(cfg: Config, bucket: Bucket) -> Batch:
-    """A step that a scheduler could have made, padded to the bucket."""
-    page, columns = cfg.page_tokens, bucket.window(cfg)
-    counts = [bucket.chunk, *[1] * (bucket.seqs - 1 - (bucket.chunk == 1))]
-    rows = []
-    for slot, count in enumerate(counts, start=1):
-        start = min(5 * page + 3, bucket.context - count)
-        pages = -(-(start + count) // page)
-        held = list(range(1, 1 + min(pages, columns)))
-        rows.append(
-            Row([1] * count, start, slot, list(range(1, pages + 1)), held, pages - len(held))
-        )
-    shape = bucket.shape(cfg)
-    batch = assemble(rows, cfg, page_tokens=page, block=bucket.block, shape=shape)
-    return tree.tmap(lambda t: t.to(META), batch)
-
-
-def scene(cfg: Config, bucket: Bucket, dtype: torch.dtype = torch.bfloat16) -> Scene:
-    """Parameters, pools and batch on meta. Raises ValueError where the bucket is too small."""
+def sizes(cfg: Config, bucket: Bucket) -> PoolSizes:
+    """Pools that hold every sequence of the bucket at its longest."""
     shape = bucket.shape(cfg)
     assert shape.history is not None
-    sizes = PoolSizes(
+    return PoolSizes(
         history_pages=1 + bucket.seqs * shape.history,
         window_pages=1 + bucket.seqs * bucket.window(cfg),
         slots=1 + bucket.seqs,
         page_tokens=cfg.page_tokens,
     )
+
+
+def batch(cfg: Config, bucket: Bucket) -> Batch:
+    """A step that a scheduler could have made, padded to the bucket. On CPU."""
+    page, columns, shape = cfg.page_tokens, bucket.window(cfg), bucket.shape(cfg)
+    assert shape.history is not None
+    counts = [bucket.chunk, *[1] * (bucket.seqs - 1 - (bucket.chunk == 1))]
+    rows = []
+    for i, count in enumerate(counts):
+        start = min(5 * page + 3 + i, bucket.context - count)
+        pages = -(-(start + count) // page)
+        held = min(pages, columns)
+        rows.append(
+            Row(
+                tokens=[1 + (start + j) % (cfg.vocab - 1) for j in range(count)],
+                start=start,
+                slot=i + 1,
+                history_pages=[1 + i * shape.history + j for j in range(pages)],
+                window_pages=[1 + i * columns + j for j in range(held)],
+                window_start=pages - held,
+            )
+        )
+    return assemble(rows, cfg, page_tokens=page, block=bucket.block, shape=shape)
+
+
+def scene(cfg: Config, bucket: Bucket, dtype: torch.dtype = torch.bfloat16) -> Scene:
+    """Parameters, pools and batch on meta. Raises ValueError where the bucket is too small."""
 
     def empty(leaf: Any) -> torch.Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype(dtype), device=META)
@@ -124,8 +136,8 @@ def scene(cfg: Config, bucket: Bucket, dtype: torch.dtype = torch.bfloat16) -> S
     hidden = torch.empty((bucket.tokens, cfg.streams, cfg.dim), dtype=dtype, device=META)
     return Scene(
         tree.tmap(empty, table.spec(cfg)),
-        tree.tmap(empty, pool_spec(cfg, sizes)),
-        _batch(cfg, bucket),
+        tree.tmap(empty, pool_spec(cfg, sizes(cfg, bucket))),
+        tree.tmap(lambda t: t.to(META), batch(cfg, bucket)),
         hidden if cfg.mtp else None,
     )
 

@@ -7,7 +7,9 @@ carries. The conversion, its passes over the graph and every converter are torch
 One graph per process: torchair keeps what it registers.
 """
 
+import atexit
 import collections
+import shutil
 import sys
 import tempfile
 import types
@@ -70,6 +72,7 @@ def load(wheel: Wheel) -> Any:
     """The torchair package of the wheel, ready to convert. Once per process."""
     assert not {"torchair", "torch_npu"} & set(sys.modules), "one wheel per process"
     link = Path(tempfile.mkdtemp(prefix="torchair-"))
+    atexit.register(shutil.rmtree, link)
     (link / "torchair").symlink_to(wheel.torchair.resolve())
     sys.path.insert(0, str(link))
     prototypes = graph_prototypes.read(wheel.torchair)
@@ -99,8 +102,9 @@ def load(wheel: Wheel) -> Any:
 class Conversion:
     """What happened while torchair converted one graph."""
 
-    def __init__(self) -> None:
-        """Nothing yet."""
+    def __init__(self, declared: Library) -> None:
+        """Nothing yet. The operators stay declared as long as their graph is here."""
+        self.declared = declared
         self.captured: Captured | None = None
         self.errors: dict[str, str] = {}
         self.emitted: dict[str, collections.Counter[str]] = collections.defaultdict(
@@ -108,6 +112,7 @@ class Conversion:
         )
         self.graphs: list[Any] = []
         self.untyped = 0
+        self.feeds: list[torch.Tensor] = []  # the graph's inputs before it ran, unless on meta
 
     def watch(self, converter: Any) -> None:
         """Listen in on torchair's `fx2ge_converter` module.
@@ -152,9 +157,8 @@ def convert(
     fn: Callable[..., Any], args: tuple[Any, ...], wheel: Wheel
 ) -> tuple[Conversion, Lowered]:
     """Compile `fn` for an NPU as far as that goes without one. Arguments may be on meta."""
-    library = _declare_vendor(wheel)
+    done = Conversion(_declare_vendor(wheel))
     package = load(wheel)
-    done = Conversion()
     done.watch(sys.modules["torchair._ge_concrete_graph.fx2ge_converter"])
     config = torchair.configure(package)
     config.debug.run_eagerly = True  # after the conversion; on meta tensors that costs nothing
@@ -169,12 +173,17 @@ def convert(
 
     def backend(graph_module: GraphModule, example: list[Any]) -> Callable[..., Any]:
         inputs.append(paths_of(graph_module))
-        return compile_graph(graph_module, example)
+        compiled = compile_graph(graph_module, example)
+
+        def run(*feeds: torch.Tensor) -> Any:
+            done.feeds = [x.clone() for x in feeds]
+            return compiled(*feeds)
+
+        return run
 
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(fn, fullgraph=True, dynamic=False, backend=backend)(*args)
-    del library
     assert len(inputs) == len(done.graphs) == 1, "a step is one graph"
     return done, _lowered(done, graph_prototypes.read(wheel.torchair))
 

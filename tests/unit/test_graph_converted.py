@@ -22,8 +22,8 @@ CONVERTS = graph_wheel.why_not(WHEEL) is None
 needs_wheel = pytest.mark.skipif(not CONVERTS, reason=str(graph_wheel.why_not(WHEEL)))
 
 
-def _run(*args: object) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tools.graph", *map(str, args)]
+def _run(*args: object, tool: str = "graph") -> tuple[int, str]:
+    command = [sys.executable, "-m", f"tools.{tool}", *map(str, args)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr[-2000:]
     return done.returncode, done.stdout
@@ -95,3 +95,18 @@ def test_an_operator_without_converter_is_named() -> None:
     assert re.search(r"^missing: aten\.index_put\.default: .*not implemented", out, re.M)
     assert " 1 missing, " in out
     assert "evidence 2 converted: no" in out
+
+
+@needs_wheel
+def test_the_graph_means_what_the_step_means() -> None:
+    """Interpreted on CPU with every write as early as its inputs allow, against the plain step."""
+    code, out = _run("--bucket", "mixed", "--bound", 1e-5, tool="graph_interpret")
+    assert code == 0, out
+    found = dict(re.findall(r"^(\S+) +(\d\S+)$", out, re.M))
+    assert found["load"] == "0.0e+00"
+    assert {name.split(".")[0] for name in found} == {"logits", "hidden", "load", "pools"}
+    assert len([name for name in found if name.startswith("pools.")]) == 11
+    # The comparison can fail: reads that do not come first see what was written.
+    loose = re.search(r"not obeyed: (\S+)$", out, re.M)
+    assert loose
+    assert float(loose[1]) > 0.1
