@@ -12,7 +12,7 @@ from dsv4 import quant, rope
 from dsv4.batch import Batch
 from dsv4.collectives import psum
 from dsv4.index import entry_rows
-from dsv4.norm import rms, wide
+from dsv4.norm import wide
 from dsv4.params import Attention
 from dsv4.site import Site, entry_row, window_row
 from dsv4.state import LayerPool
@@ -20,7 +20,7 @@ from dsv4.state import LayerPool
 
 def project(p: Attention, x_TD: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """Low-rank queries qr [T, R], queries q [T, H, C] and this step's key/value rows kv [T, C]."""
-    cfg = site.ctx.cfg
+    cfg, rms = site.ctx.cfg, site.ctx.ops.rms
     qr = rms(F.linear(x_TD, p.wq_a), p.q_norm, cfg.norm_eps)
     q = F.linear(qr, p.wq_b).unflatten(-1, (-1, cfg.head_dim))
     q = rope.rotate(rms(q, None, cfg.norm_eps), site.cos[:, None], site.sin[:, None])
@@ -45,7 +45,7 @@ def window_keys(pool_NC: Tensor, batch: Batch, site: Site) -> tuple[Tensor, Tens
     visible = (key <= query) & (key > query - span) & (key >= site.first_key)
     seen = visible.any(1)
     row = window_row(batch, seq[:, None], torch.where(seen, key[:, 0], 0), site.page_tokens)
-    return pool_NC[torch.where(seen, row, 0)], visible
+    return site.ctx.ops.read_rows(pool_NC, torch.where(seen, row, 0)), visible
 
 
 def _compressed_keys(
@@ -55,19 +55,19 @@ def _compressed_keys(
     if pool.compressed is None:
         return None
     rate = site.plan.rate
-    per_page = site.page_tokens // rate
+    per_page, read = site.page_tokens // rate, site.ctx.ops.read_rows
     if picks is None:
         rows, visible = entry_rows(batch, per_page, rate)
-        return pool.compressed.rows[rows], visible
+        return read(pool.compressed.rows, rows), visible
     pos = batch.positions[batch.blocks]
     visible = picks < ((pos + 1) // rate)[..., None]
     if share_entries(batch.blocks.shape[1], batch.history.shape[1] * per_page, picks.shape[-1]):
         rows, _ = entry_rows(batch, per_page, rate)
         chosen = visible.new_zeros(*picks.shape[:-1], rows.shape[-1])
-        return pool.compressed.rows[rows], chosen.scatter(-1, picks, visible)
+        return read(pool.compressed.rows, rows), chosen.scatter(-1, picks, visible)
     seq = batch.seq[batch.blocks[:, 0]][:, None, None]
     rows = torch.where(visible, entry_row(batch, seq, picks, per_page), 0)
-    return pool.compressed.rows[rows], visible
+    return read(pool.compressed.rows, rows), visible
 
 
 def share_entries(z: int, entries: int, kept: int) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4 import quant, rope
 from dsv4.batch import Batch
-from dsv4.norm import rms, wide
+from dsv4.norm import wide
 from dsv4.params import Compressor
 from dsv4.site import Site, entry_row, window_row, write
 from dsv4.state import Entries, ring_rows
@@ -48,7 +48,8 @@ def _carried(cache: Entries, batch: Batch, site: Site, rows: int) -> Tensor:
     step = torch.arange(rows, device=batch.starts.device)
     pos = batch.starts[:, None] - rows + step
     valid = pos >= 0
-    kg = cache.ring[torch.where(valid, batch.slots[:, None] * ring + pos % ring, 0)]
+    read = site.ctx.ops.read_rows
+    kg = read(cache.ring, torch.where(valid, batch.slots[:, None] * ring + pos % ring, 0))
     if cache.header is None:
         return kg
     # The A halves of the group before a page boundary stand in that page's header.
@@ -56,7 +57,7 @@ def _carried(cache: Entries, batch: Batch, site: Site, rows: int) -> Tensor:
     crossing = (group % site.page_tokens == 0)[:, None] & (pos < group[:, None]) & valid
     seq = torch.arange(seqs, device=pos.device)[:, None].expand_as(pos)
     page = window_row(batch, seq, torch.where(valid, pos, 0), site.page_tokens) // site.page_tokens
-    head = cache.header[torch.where(crossing, page * rate + pos % rate, 0)]
+    head = read(cache.header, torch.where(crossing, page * rate + pos % rate, 0))
     ak, bk, ag, bg = kg.chunk(4, dim=-1)
     hk, hg = head.chunk(2, dim=-1)
     pick = crossing[..., None]
@@ -107,7 +108,7 @@ def update(
     if closes.shape[0]:
         seq, entry = closes[:, 0], closes[:, 1]
         e = pool_groups(_groups(kg_T, cache, batch, site, closes), entry, site.plan.overlap)
-        e = rms(e.to(x_TD.dtype), p.norm, cfg.norm_eps)
+        e = ctx.ops.rms(e.to(x_TD.dtype), p.norm, cfg.norm_eps)
         e = rope.rotate(e, *site.angles(entry * rate))
         if ctx.qat:
             e = quant.round_index(e) if keys else quant.round_kv(e, cfg.rope_dim)

@@ -70,5 +70,5 @@ def select(
         return None
     rows, visible = entry_rows(batch, per_page, site.plan.rate)
     iq, w = queries(p, x_TD, qr_TR, site)
-    s = scores(iq, w, cache.rows[rows], batch)
+    s = scores(iq, w, site.ctx.ops.read_rows(cache.rows, rows), batch)
     return site.ctx.ops.pick(torch.where(visible, s, -torch.inf), cfg.index_topk)

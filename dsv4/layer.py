@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dsv4 import attention, compress, experts, index, mhc
 from dsv4.batch import Batch
-from dsv4.norm import rms
 from dsv4.params import Attention, Layer
 from dsv4.site import Site, window_row, write
 from dsv4.state import LayerPool
@@ -42,7 +41,7 @@ def block(
     p: Layer, pool: LayerPool, h_TMD: Tensor, batch: Batch, site: Site
 ) -> tuple[Tensor, LayerPool, Tensor]:
     """Streams after the block [T, M, D], its caches, and the experts chosen [T, K]."""
-    cfg = site.ctx.cfg
+    cfg, rms = site.ctx.cfg, site.ctx.ops.rms
     pre, post, comb = mhc.mix(p.hc_attn, h_TMD, cfg)
     x = rms(mhc.collapse(h_TMD, pre), p.attn_norm, cfg.norm_eps)
     y, pool = attend(p.attn, pool, x, batch, site)

@@ -14,7 +14,7 @@ from dsv4 import experts, layer, mhc
 from dsv4.batch import Batch, StepOut
 from dsv4.context import Ctx
 from dsv4.model import fresh, step
-from dsv4.norm import rms, wide
+from dsv4.norm import wide
 from dsv4.params import Params
 from dsv4.site import Site, turn
 from dsv4.state import Pools
@@ -33,15 +33,15 @@ def draft(
     if p is None or pool is None:
         raise ValueError("this model has no draft module: build it from a config with mtp = 1")
     cfg = ctx.cfg
-    e = rms(F.embedding(batch.tokens, params.embed), p.enorm, cfg.norm_eps)
-    g = rms(hidden_TMD, p.hnorm, cfg.norm_eps)
+    e = ctx.ops.rms(F.embedding(batch.tokens, params.embed), p.enorm, cfg.norm_eps)
+    g = ctx.ops.rms(hidden_TMD, p.hnorm, cfg.norm_eps)
     h = F.linear(e, p.e_proj)[:, None] + F.linear(g, p.h_proj)
     plan = cfg.mtp_plan
     before = (batch.positions - 1).clamp(min=0)
     tables = turn(before, (plan.rope,), cfg.rope_dim, h.dtype)
     site = Site(plan, ctx, pools.page_tokens, pools.drafts, *tables[plan.rope], first_key=1)
     h, pool, chosen = layer.block(p.block, pool, h, batch, site)
-    y = rms(mhc.head(p.hc_head, h[batch.wanted], cfg), p.norm, cfg.norm_eps)
+    y = ctx.ops.rms(mhc.head(p.hc_head, h[batch.wanted], cfg), p.norm, cfg.norm_eps)
     load = experts.load(chosen, batch.seq > 0, cfg.experts)
     out = StepOut(logits=F.linear(wide(y), params.head), hidden=h, load=load[None])
     return out, dataclasses.replace(pools, mtp=pool)

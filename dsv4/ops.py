@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4.norm import wide
+from dsv4.norm import rms, wide
 
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
     """`pool_NC` with `values_TC` at rows `rows_T`. Row 0 may repeat, with zero values only."""
     return pool_NC.index_put((rows_T,), values_TC)
+
+
+def read_rows(pool_NC: Tensor, rows: Tensor) -> Tensor:
+    """The rows of a pool at any shape of row numbers: rows.shape + [C]."""
+    return pool_NC[rows]
 
 
 def pick(scores_TE: Tensor, k: int) -> Tensor:
@@ -76,6 +81,9 @@ class Ops:
     """One lowering of each replaceable operator."""
 
     write_rows: Callable[[Tensor, Tensor, Tensor], Tensor] = write_rows
+    read_rows: Callable[[Tensor, Tensor], Tensor] = read_rows
+    rms: Callable[[Tensor, Tensor | None, float], Tensor] = rms
+    activate: Callable[[Tensor, Tensor, float], Tensor] = activate
     pick: Callable[[Tensor, int], Tensor] = pick
     experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor] = experts
 
