@@ -1,7 +1,6 @@
 """Mixture of experts: routed experts plus the shared expert. Spec section 9."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4 import ops
@@ -12,10 +11,11 @@ from dsv4.params import Mlp, Moe
 from dsv4.route import route
 
 
-def shared(p: Mlp, x_TD: Tensor, limit: float) -> Tensor:
+def shared(p: Mlp, x_TD: Tensor, limit: float, lowered: ops.Ops = ops.PLAIN) -> Tensor:
     """The shared expert. [T, D]"""
-    a = ops.activate(F.linear(x_TD, p.w1), F.linear(x_TD, p.w3), limit)
-    return F.linear(a.to(x_TD.dtype), p.w2)
+    linear = lowered.linear
+    a = ops.activate(linear(x_TD, p.w1), linear(x_TD, p.w3), limit)
+    return linear(a.to(x_TD.dtype), p.w2)
 
 
 def moe(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def moe(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tenso
     weights, chosen = route(p, x_TD, tokens_T, ctx)
     routed = ops.Experts(w1=p.w1, w3=p.w3, w2=p.w2, limit=limit)
     y = psum(ctx.ops.experts(x_TD, weights, chosen, routed), "ep", ctx.mesh)
-    return (y + wide(shared(p.shared, x_TD, limit))).to(x_TD.dtype), chosen
+    return (y + wide(shared(p.shared, x_TD, limit, ctx.ops))).to(x_TD.dtype), chosen
 
 
 def load(chosen_TK: Tensor, real_T: Tensor, experts: int) -> Tensor:
