@@ -16,7 +16,14 @@ import torch
 
 NAMESPACE = "dsv4_cpu"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-Wno-ignored-attributes")
-SOURCES = ("cpu_kernels.cpp", "cpu_attend.h", "cpu_experts.h", "cpu_linear.h", "cpu_tile.h")
+SOURCES = (
+    "cpu_kernels.cpp",
+    "cpu_attend.h",
+    "cpu_experts.h",
+    "cpu_hyper.h",
+    "cpu_linear.h",
+    "cpu_tile.h",
+)
 _HERE = Path(__file__).parent
 
 

@@ -6,6 +6,7 @@
 
 #include "cpu_attend.h"
 #include "cpu_experts.h"
+#include "cpu_hyper.h"
 #include "cpu_linear.h"
 
 namespace dsv4 {
@@ -160,7 +161,77 @@ Tensor attention(const Tensor& q, const Tensor& near, const Tensor& near_rows,
   return out;
 }
 
+void check_streams(const Tensor& h, std::initializer_list<Tensor> floats) {
+  TORCH_CHECK(h.dim() == 3 && fits(h.scalar_type()) && h.size(1) <= kMaxStreams,
+              "streams must be [T, M, D] bfloat16 or float32, M at most ", kMaxStreams);
+  for (const Tensor& t : floats)
+    TORCH_CHECK(t.scalar_type() == at::kFloat, "coefficients must be float32");
+}
+
+std::tuple<Tensor, Tensor, Tensor> mixing(const Tensor& h, const Tensor& fn, const Tensor& base,
+                                          const Tensor& scale, int64_t iterations, double norm_eps,
+                                          double hc_eps) {
+  check_streams(h, {fn, base, scale});
+  int64_t t = h.size(0), n = h.size(1), d = h.size(2), count = (2 + n) * n;
+  TORCH_CHECK(fn.dim() == 2 && fn.size(0) == count && fn.size(1) == n * d &&
+                  base.numel() == count && scale.numel() == 3 && iterations > 0,
+              "coefficients of ", fn.sizes(), " do not fit streams ", h.sizes());
+  auto wide = h.options().dtype(at::kFloat);
+  Tensor pre = at::empty({t, n}, wide), post = at::empty({t, n}, wide);
+  Tensor comb = at::empty({t, n, n}, wide);
+  Tensor in = h.contiguous(), f = fn.contiguous(), b = base.contiguous(), s = scale.contiguous();
+  Hyper p{f.const_data_ptr<float>(), b.const_data_ptr<float>(), s.const_data_ptr<float>(), n, d,
+          iterations, (float)norm_eps, (float)hc_eps};
+  auto run = [&](auto element) {
+    using E = decltype(element);
+    mix_streams<E>(data<E>(in), t, p, pre.mutable_data_ptr<float>(),
+                   post.mutable_data_ptr<float>(), comb.mutable_data_ptr<float>());
+  };
+  h.scalar_type() == at::kBFloat16 ? run(Bf16{}) : run(F32{});
+  return {pre, post, comb};
+}
+
+Tensor collapse(const Tensor& h, const Tensor& pre) {
+  check_streams(h, {pre});
+  TORCH_CHECK(pre.sizes() == h.sizes().slice(0, 2), "coefficients ", pre.sizes(),
+              " do not fit streams ", h.sizes());
+  Tensor out = at::empty({h.size(0), h.size(2)}, h.options());
+  Tensor in = h.contiguous(), c = pre.contiguous();
+  auto run = [&](auto element) {
+    using E = decltype(element);
+    collapse_streams<E>(data<E>(in), c.const_data_ptr<float>(), h.size(0), h.size(1), h.size(2),
+                        static_cast<typename E::type*>(out.mutable_data_ptr()));
+  };
+  h.scalar_type() == at::kBFloat16 ? run(Bf16{}) : run(F32{});
+  return out;
+}
+
+Tensor expand(const Tensor& y, const Tensor& h, const Tensor& post, const Tensor& comb) {
+  check_streams(h, {post, comb});
+  int64_t t = h.size(0), n = h.size(1), d = h.size(2);
+  TORCH_CHECK(y.scalar_type() == h.scalar_type() && y.sizes() == at::IntArrayRef({t, d}) &&
+                  post.sizes() == at::IntArrayRef({t, n}) &&
+                  comb.sizes() == at::IntArrayRef({t, n, n}),
+              "y ", y.sizes(), ", post ", post.sizes(), " and comb ", comb.sizes(),
+              " do not fit streams ", h.sizes());
+  Tensor out = at::empty(h.sizes(), h.options());
+  Tensor in = h.contiguous(), own = y.contiguous(), p = post.contiguous(), c = comb.contiguous();
+  auto run = [&](auto element) {
+    using E = decltype(element);
+    expand_streams<E>(data<E>(own), data<E>(in), p.const_data_ptr<float>(),
+                      c.const_data_ptr<float>(), t, n, d,
+                      static_cast<typename E::type*>(out.mutable_data_ptr()));
+  };
+  h.scalar_type() == at::kBFloat16 ? run(Bf16{}) : run(F32{});
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
+  m.def(
+      "mix(Tensor h, Tensor fn, Tensor base, Tensor scale, int iterations, float norm_eps, "
+      "float hc_eps) -> (Tensor, Tensor, Tensor)");
+  m.def("collapse(Tensor h, Tensor pre) -> Tensor");
+  m.def("expand(Tensor y, Tensor h, Tensor post, Tensor comb) -> Tensor");
   m.def("linear(Tensor x, Tensor w, bool wide) -> Tensor");
   m.def(
       "experts(Tensor x, Tensor weights, Tensor slots, Tensor w1, Tensor w3, Tensor w2, "
@@ -171,6 +242,9 @@ TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
 }
 
 TORCH_LIBRARY_IMPL(dsv4_cpu, CPU, m) {
+  m.impl("mix", &mixing);
+  m.impl("collapse", &collapse);
+  m.impl("expand", &expand);
   m.impl("linear", &linear);
   m.impl("experts", &routed);
   m.impl("attend", &attention);

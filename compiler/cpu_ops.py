@@ -6,6 +6,7 @@ Numbers against the plain forms, in a bfloat16 model (float32 models: float32 th
   over k; the activation is rounded to bfloat16 once before w2, as there.
 - `attend`: queries are multiplied as they are and the logits scaled, instead of scaled queries;
   probabilities stay float32 and are divided by their sum at the end, not before.
+- `mix`, `collapse`, `expand`: float32 as there; divisions as products with a reciprocal.
 Results of a token do not depend on the other tokens of the step, in any of them.
 
 Inference only: none has a gradient. Other dtypes take the plain form, weights that are not laid out
@@ -19,11 +20,14 @@ import torch
 from torch import Tensor
 
 from compiler import cpu_build
-from dsv4 import ops
+from dsv4 import mhc, ops
+from dsv4.config import Config
 from dsv4.norm import wide
 from dsv4.ops import PLAIN, Experts, Keys, Ops
+from dsv4.params import Hyper
 
 _TYPES = (torch.bfloat16, torch.float32)
+_MOST_STREAMS = 8  # that fit the kernels' registers
 _LAID_OUT = (4, 5)  # dims of panels [.., N / 16, units, 16, per], without and with a leading dim
 
 
@@ -60,7 +64,45 @@ def attend(
     return torch.ops.dsv4_cpu.attend(q_THC, *sources, sink_H, *spots)
 
 
+def mix(p: Hyper, h_TMD: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """`mhc.mix`: 16 tokens side by side."""
+    if h_TMD.dtype not in _TYPES or cfg.streams > _MOST_STREAMS:
+        return mhc.mix(p, h_TMD, cfg)
+    numbers = cfg.sinkhorn, cfg.norm_eps, cfg.hc_eps
+    return torch.ops.dsv4_cpu.mix(h_TMD, p.fn, p.base, p.scale, *numbers)
+
+
+def collapse(h_TMD: Tensor, pre_TM: Tensor) -> Tensor:
+    """`mhc.collapse` in one pass."""
+    if h_TMD.dtype not in _TYPES or h_TMD.shape[1] > _MOST_STREAMS:
+        return mhc.collapse(h_TMD, pre_TM)
+    return torch.ops.dsv4_cpu.collapse(h_TMD, pre_TM)
+
+
+def expand(y_TD: Tensor, h_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+    """`mhc.expand` in one pass."""
+    if h_TMD.dtype not in _TYPES or h_TMD.shape[1] > _MOST_STREAMS:
+        return mhc.expand(y_TD, h_TMD, post_TM, comb_TMM)
+    return torch.ops.dsv4_cpu.expand(y_TD, h_TMD, post_TM, comb_TMM)
+
+
 # Shapes, for captures.
+
+
+def _mix_shape(
+    h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iterations: int, norm: float, hc: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    t, n = h.shape[:2]
+    own = {"dtype": torch.float32}
+    return h.new_empty((t, n), **own), h.new_empty((t, n), **own), h.new_empty((t, n, n), **own)
+
+
+def _collapse_shape(h: Tensor, pre: Tensor) -> Tensor:
+    return h.new_empty((h.shape[0], h.shape[2]))
+
+
+def _expand_shape(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return torch.empty_like(h, memory_format=torch.contiguous_format)
 
 
 def _linear_shape(x: Tensor, w: Tensor, wide: bool) -> Tensor:
@@ -84,10 +126,23 @@ def cpu_ops(build_dir: Path, plain: Ops = PLAIN) -> Ops:
     Raises RuntimeError if they cannot be built; `cpu_build.missing()` says so beforehand.
     """
     if cpu_build.load(build_dir):
-        name = cpu_build.NAMESPACE
-        torch.library.register_fake(f"{name}::linear", _linear_shape)
-        torch.library.register_fake(f"{name}::experts", _experts_shape)
-        torch.library.register_fake(f"{name}::attend", _attend_shape)
+        shapes = {
+            "linear": _linear_shape,
+            "experts": _experts_shape,
+            "attend": _attend_shape,
+            "mix": _mix_shape,
+            "collapse": _collapse_shape,
+            "expand": _expand_shape,
+        }
+        for name, shape in shapes.items():
+            torch.library.register_fake(f"{cpu_build.NAMESPACE}::{name}", shape)
     return dataclasses.replace(
-        plain, linear=linear, linear_wide=linear_wide, experts=experts, attend=attend
+        plain,
+        linear=linear,
+        linear_wide=linear_wide,
+        experts=experts,
+        attend=attend,
+        mix=mix,
+        collapse=collapse,
+        expand=expand,
     )

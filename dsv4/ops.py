@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4 import mhc
+from dsv4.config import Config
 from dsv4.norm import wide
+from dsv4.params import Hyper
 
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
@@ -140,6 +143,9 @@ class Ops:
     linear: Callable[[Tensor, Tensor], Tensor] = linear
     linear_wide: Callable[[Tensor, Tensor], Tensor] = linear_wide
     attend: Callable[[Tensor, Keys, Keys | None, Tensor, tuple[Tensor, Tensor]], Tensor] = attend
+    mix: Callable[[Hyper, Tensor, Config], tuple[Tensor, Tensor, Tensor]] = mhc.mix
+    collapse: Callable[[Tensor, Tensor], Tensor] = mhc.collapse
+    expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mhc.expand
 
 
 PLAIN = Ops()
