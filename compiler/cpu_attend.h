@@ -13,6 +13,7 @@
 namespace dsv4 {
 
 constexpr int64_t kRowsAtOnce = 8 * kRows;  // bounds the logits held at a time
+constexpr int kMixRows = 12, kMixed = 2;    // rows and vectors of values of a tile
 
 // Rows of a pool: [U, S] shared by a block, or [U, Z, S] of each query; visible [U, Z, S].
 template <class E>
@@ -32,38 +33,39 @@ struct Queries {
   int64_t u, z, heads, width, stride;
 };
 
-// out[m][j] = sum over s of p[m][s] * v[s][c + 16 j ...], float32.
+// out[m][j] = sum over s of p[m][s] * v[s][c + 16 j ...], float32. Values are widened as they come,
+// so a tile is high and narrow: 12 rows share the work on two vectors of values.
 template <class E, int M>
 inline void mix(const float* const* p, const typename E::type* const* v, int64_t keys, int64_t c,
-                int64_t width, vf (*out)[kPanels]) {
-  vf acc[M][kPanels];
-#pragma GCC unroll 8
+                vf (*out)[kMixed]) {
+  vf acc[M][kMixed];
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanels; ++j) acc[m][j] = vf{};
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) acc[m][j] = vf{};
   for (int64_t s = 0; s < keys; ++s) {
-    vf b[kPanels];
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanels; ++j) b[j] = E::widen(v[s] + c + j * kLanes, kLanes);
-#pragma GCC unroll 8
+    vf b[kMixed];
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) b[j] = E::widen(v[s] + c + j * kLanes, kLanes);
+#pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       float a = p[m][s];
-#pragma GCC unroll 4
-      for (int j = 0; j < kPanels; ++j) acc[m][j] += a * b[j];
+#pragma GCC unroll 2
+      for (int j = 0; j < kMixed; ++j) acc[m][j] += a * b[j];
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int j = 0; j < kPanels; ++j) out[m][j] = acc[m][j];
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) out[m][j] = acc[m][j];
 }
 
 // The same for the last, narrower columns.
 template <class E>
 inline void mix_end(int rows, const float* const* p, const typename E::type* const* v, int64_t keys,
-                    int64_t c, int64_t width, vf (*out)[kPanels]) {
+                    int64_t c, int64_t width, vf (*out)[kMixed]) {
   for (int m = 0; m < rows; ++m)
-    for (int j = 0; j < kPanels; ++j) {
+    for (int j = 0; j < kMixed; ++j) {
       vf acc{};
       int64_t at = c + j * kLanes;
       if (at < width)
@@ -72,18 +74,15 @@ inline void mix_end(int rows, const float* const* p, const typename E::type* con
     }
 }
 
+// Rows beyond `rows` up to the height of the next tile repeat the last one.
 template <class E>
-inline void mixed(int rows, const float* const* p, const typename E::type* const* v, int64_t keys,
-                  int64_t c, int64_t width, vf (*out)[kPanels]) {
-  if (c + kPanels * kLanes > width) return mix_end<E>(rows, p, v, keys, c, width, out);
-  switch (rows) {
-    case 1: return mix<E, 1>(p, v, keys, c, width, out);
-    case 2: return mix<E, 2>(p, v, keys, c, width, out);
-    case 3: return mix<E, 3>(p, v, keys, c, width, out);
-    case 4: return mix<E, 4>(p, v, keys, c, width, out);
-    case 5: return mix<E, 5>(p, v, keys, c, width, out);
-    default: return mix<E, 6>(p, v, keys, c, width, out);
-  }
+inline void mixed(int rows, const float** p, const typename E::type* const* v, int64_t keys,
+                  int64_t c, int64_t width, vf (*out)[kMixed]) {
+  if (c + kMixed * kLanes > width) return mix_end<E>(rows, p, v, keys, c, width, out);
+  for (int m = rows; m < kMixRows; ++m) p[m] = p[rows - 1];
+  if (rows <= 4) return mix<E, 4>(p, v, keys, c, out);
+  if (rows <= 8) return mix<E, 8>(p, v, keys, c, out);
+  return mix<E, 12>(p, v, keys, c, out);
 }
 
 // Logits to exp(logit * scale - top), 0 where not visible. Returns top, at least `sink`.
@@ -126,13 +125,13 @@ void attend_rows(const Scene<E>& s, int64_t r0, int64_t rows, typename E::type* 
     int count = (int)std::min<int64_t>(kPanels, num_panels - p0);
     const vu* w[kPanels];
     for (int j = 0; j < count; ++j) w[j] = s.panels + (p0 + j) * units;
-    tiles(rows, [&](int64_t t0, int m_count) {
+    tiles<kRows>(rows, [&](int64_t t0, int m_count) {
       const uint32_t* x[kRows];
       for (int m = 0; m < m_count; ++m) {
         int64_t r = r0 + t0 + m, token = in.blocks[s.places[r / in.heads]];
         x[m] = (const uint32_t*)(in.q + (token * in.heads + r % in.heads) * in.stride);
       }
-      dots<E>(m_count, count, x, w, units, acc);
+      dots<E>(m_count, count, x, w, units, 0, acc);
       for (int m = 0; m < m_count; ++m)
         for (int j = 0; j < count; ++j)
           store(logits + (t0 + m) * s.wide_keys + (p0 + j) * kLanes, acc[m][j]);
@@ -146,21 +145,22 @@ void attend_rows(const Scene<E>& s, int64_t r0, int64_t rows, typename E::type* 
         exponentials(row, s.mask + r / in.heads * s.wide_keys, s.wide_keys, scale, sink);
     inverse[i] = exponential(spread(sink - top))[0];
   }
-  tiles(rows, [&](int64_t t0, int m_count) {  // sums one by one, in the order of the keys
+  tiles<kRows>(rows, [&](int64_t t0, int m_count) {  // sums one by one, in the order of the keys
     float sum[kRows] = {};
     for (int64_t k = 0; k < s.num_keys; ++k)
       for (int m = 0; m < m_count; ++m) sum[m] += logits[(t0 + m) * s.wide_keys + k];
     for (int m = 0; m < m_count; ++m) inverse[t0 + m] = 1.0f / (sum[m] + inverse[t0 + m]);
   });
-  for (int64_t c = 0; c < in.width; c += kPanels * kLanes)
-    tiles(rows, [&](int64_t t0, int m_count) {
-      const float* p[kRows];
+  vf sums[kMixRows][kMixed];
+  for (int64_t c = 0; c < in.width; c += kMixed * kLanes)
+    tiles<kMixRows>(rows, [&](int64_t t0, int m_count) {
+      const float* p[kMixRows];
       for (int m = 0; m < m_count; ++m) p[m] = logits + (t0 + m) * s.wide_keys;
-      mixed<E>(m_count, p, s.keys, s.num_keys, c, in.width, acc);
+      mixed<E>(m_count, p, s.keys, s.num_keys, c, in.width, sums);
       for (int m = 0; m < m_count; ++m)
-        for (int j = 0; j < kPanels && c + j * kLanes < in.width; ++j) {
+        for (int j = 0; j < kMixed && c + j * kLanes < in.width; ++j) {
           int64_t r = r0 + t0 + m, at = c + j * kLanes;
-          E::narrow(out[r / in.heads] + r % in.heads * in.width + at, acc[m][j] * inverse[t0 + m],
+          E::narrow(out[r / in.heads] + r % in.heads * in.width + at, sums[m][j] * inverse[t0 + m],
                     in.width - at);
         }
     });

@@ -43,6 +43,20 @@ inline vf activate(vf g, vf u, float weight, float limit) {
   return weight * (g / (1.0f + exponential(-g)) * u);
 }
 
+// Runs fn(expert, first panel, whether the next bundle of this expert comes next here). With many
+// experts each is one task; with few their bundles are, so that every thread has work.
+template <class Fn>
+inline void each_bundle(int64_t used, int64_t panels, int64_t of, Fn fn) {
+  int64_t bundles = (panels + of - 1) / of;
+  int64_t together = used >= 4 * at::get_num_threads() ? bundles : 1;
+  each_task(used * bundles / together, [&](int64_t task) {
+    for (int64_t i = 0; i < together; ++i) {
+      int64_t bundle = task * together + i;
+      fn(bundle / bundles, bundle % bundles * of, i + 1 < together);
+    }
+  });
+}
+
 // out [T, D] = sum over k, in the order of k, in float32. Tokens start `stride` values apart.
 template <class E>
 void experts(const typename E::type* x, int64_t stride, const float* weights, const int64_t* slots, int64_t tokens,
@@ -57,9 +71,8 @@ void experts(const typename E::type* x, int64_t stride, const float* weights, co
   float* each = scratch<float, 2>(pairs * wide_d);  // in the order of pairs, not rounded
 
   constexpr int both = kPanels / 2;  // a tile holds as many panels of w1 as of w3
-  int64_t bundles = (up.panels() + both - 1) / both;
-  each_task(used * bundles, [&](int64_t task) {
-    int64_t e = task / bundles, p0 = task % bundles * both, l = s.slot[e];
+  each_bundle(used, up.panels(), both, [&](int64_t e, int64_t p0, bool more) {
+    int64_t l = s.slot[e], ahead = more && w.packed ? both * up.units() : 0;
     int count = (int)std::min<int64_t>(both, up.panels() - p0);
     Weight<E> gate{w.w1 + l * w.f * w.d, w.f, w.d, w.packed};
     Weight<E> value{w.w3 + l * w.f * w.d, w.f, w.d, w.packed};
@@ -70,12 +83,12 @@ void experts(const typename E::type* x, int64_t stride, const float* weights, co
       panels[2 * j + 1] = value.panel(p0 + j, room + (2 * j + 1) * up.units());
     }
     int64_t first = s.begin[e];
-    tiles(s.begin[e + 1] - first, [&](int64_t at, int rows) {
+    tiles<kRows>(s.begin[e + 1] - first, [&](int64_t at, int rows) {
       const uint32_t* in[kRows];
       for (int m = 0; m < rows; ++m)
         in[m] = (const uint32_t*)(x + s.pair[first + at + m] / kept * stride);
       vf acc[kRows][kPanels];
-      dots<E>(rows, 2 * count, in, panels, up.units(), acc);
+      dots<E>(rows, 2 * count, in, panels, up.units(), ahead, acc);
       for (int m = 0; m < rows; ++m)
         for (int j = 0; j < count; ++j) {
           vf a = activate(acc[m][2 * j], acc[m][2 * j + 1], weights[s.pair[first + at + m]],
@@ -88,20 +101,19 @@ void experts(const typename E::type* x, int64_t stride, const float* weights, co
     });
   });
 
-  bundles = (down.panels() + kPanels - 1) / kPanels;
-  each_task(used * bundles, [&](int64_t task) {
-    int64_t e = task / bundles, p0 = task % bundles * kPanels, l = s.slot[e];
+  each_bundle(used, down.panels(), kPanels, [&](int64_t e, int64_t p0, bool more) {
+    int64_t l = s.slot[e], ahead = more && w.packed ? kPanels * down.units() : 0;
     int count = (int)std::min<int64_t>(kPanels, down.panels() - p0);
     Weight<E> own{w.w2 + l * w.f * w.d, w.d, w.f, w.packed};
     vu* room = w.packed ? nullptr : scratch<vu, 0>(kPanels * down.units());
     const vu* panels[kPanels];
     for (int j = 0; j < count; ++j) panels[j] = own.panel(p0 + j, room + j * down.units());
     int64_t first = s.begin[e];
-    tiles(s.begin[e + 1] - first, [&](int64_t at, int rows) {
+    tiles<kRows>(s.begin[e + 1] - first, [&](int64_t at, int rows) {
       const uint32_t* in[kRows];
       for (int m = 0; m < rows; ++m) in[m] = (const uint32_t*)(hidden + (first + at + m) * wide_f);
       vf acc[kRows][kPanels];
-      dots<E>(rows, count, in, panels, down.units(), acc);
+      dots<E>(rows, count, in, panels, down.units(), ahead, acc);
       for (int m = 0; m < rows; ++m)
         for (int j = 0; j < count; ++j)
           store(each + s.pair[first + at + m] * wide_d + (p0 + j) * kLanes, acc[m][j]);

@@ -58,11 +58,11 @@ void mix_streams(const typename E::type* h, int64_t tokens, const Hyper& p, floa
     vf factor;
     for (int i = 0; i < kLanes; ++i) factor[i] = 1.0f / std::sqrt(mean[i]);
     vf score[(2 + kMaxStreams) * kMaxStreams], acc[kRows][kPanels];
-    tiles(count, [&](int64_t o, int rows_here) {
+    tiles<kRows>(count, [&](int64_t o, int rows_here) {
       const uint32_t* x[kRows];
       const vu* w[1] = {panel};
       for (int m = 0; m < rows_here; ++m) x[m] = (const uint32_t*)(p.fn + (o + m) * width);
-      dots<F32>(rows_here, 1, x, w, width, acc);
+      dots<F32>(rows_here, 1, x, w, width, 0, acc);
       for (int m = 0; m < rows_here; ++m) {
         int64_t kind = o + m < n ? 0 : o + m < 2 * n ? 1 : 2;
         score[o + m] = acc[m][0] * factor * p.scale[kind] + p.base[o + m];

@@ -93,8 +93,8 @@ def _mix_shape(
     h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iterations: int, norm: float, hc: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     t, n = h.shape[:2]
-    own = {"dtype": torch.float32}
-    return h.new_empty((t, n), **own), h.new_empty((t, n), **own), h.new_empty((t, n, n), **own)
+    pre = h.new_empty((t, n), dtype=torch.float32)
+    return pre, torch.empty_like(pre), pre.new_empty((t, n, n))
 
 
 def _collapse_shape(h: Tensor, pre: Tensor) -> Tensor:

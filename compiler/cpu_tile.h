@@ -114,9 +114,11 @@ struct F32 {
   }
 };
 
-// acc[m][j] = sum over units of x[m] with panel w[j].
+// acc[m][j] = sum over units of x[m] with panel w[j]. Meanwhile the panels `ahead` vectors further
+// on are fetched, so that memory is read while the last rows are multiplied; 0 fetches nothing new.
 template <class E, int M, int P>
-inline void tile(const uint32_t* const* x, const vu* const* w, int64_t units, vf (*out)[kPanels]) {
+inline void tile(const uint32_t* const* x, const vu* const* w, int64_t units, int64_t ahead,
+                 vf (*out)[kPanels]) {
   vf acc[M][P];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -125,7 +127,7 @@ inline void tile(const uint32_t* const* x, const vu* const* w, int64_t units, vf
   for (int64_t k = 0; k < units; ++k) {
     vu b[P];
 #pragma GCC unroll 4
-    for (int j = 0; j < P; ++j) b[j] = w[j][k];
+    for (int j = 0; j < P; ++j) b[j] = w[j][k], __builtin_prefetch(w[j] + k + ahead, 0, 2);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       uint32_t a = x[m][k];
@@ -141,32 +143,32 @@ inline void tile(const uint32_t* const* x, const vu* const* w, int64_t units, vf
 
 template <class E, int P>
 inline void tile_of(int rows, const uint32_t* const* x, const vu* const* w, int64_t units,
-                    vf (*out)[kPanels]) {
+                    int64_t ahead, vf (*out)[kPanels]) {
   switch (rows) {
-    case 1: return tile<E, 1, P>(x, w, units, out);
-    case 2: return tile<E, 2, P>(x, w, units, out);
-    case 3: return tile<E, 3, P>(x, w, units, out);
-    case 4: return tile<E, 4, P>(x, w, units, out);
-    case 5: return tile<E, 5, P>(x, w, units, out);
-    default: return tile<E, 6, P>(x, w, units, out);
+    case 1: return tile<E, 1, P>(x, w, units, ahead, out);
+    case 2: return tile<E, 2, P>(x, w, units, ahead, out);
+    case 3: return tile<E, 3, P>(x, w, units, ahead, out);
+    case 4: return tile<E, 4, P>(x, w, units, ahead, out);
+    case 5: return tile<E, 5, P>(x, w, units, ahead, out);
+    default: return tile<E, 6, P>(x, w, units, ahead, out);
   }
 }
 
 template <class E>
 inline void dots(int rows, int panels, const uint32_t* const* x, const vu* const* w, int64_t units,
-                 vf (*out)[kPanels]) {
+                 int64_t ahead, vf (*out)[kPanels]) {
   switch (panels) {
-    case 1: return tile_of<E, 1>(rows, x, w, units, out);
-    case 2: return tile_of<E, 2>(rows, x, w, units, out);
-    case 3: return tile_of<E, 3>(rows, x, w, units, out);
-    default: return tile_of<E, 4>(rows, x, w, units, out);
+    case 1: return tile_of<E, 1>(rows, x, w, units, ahead, out);
+    case 2: return tile_of<E, 2>(rows, x, w, units, ahead, out);
+    case 3: return tile_of<E, 3>(rows, x, w, units, ahead, out);
+    default: return tile_of<E, 4>(rows, x, w, units, ahead, out);
   }
 }
 
-// Calls fn(first row, number of rows) for tiles of near equal height, at most kRows each.
-template <class Fn>
+// Calls fn(first row, number of rows) for tiles of near equal height, at most Most each.
+template <int Most, class Fn>
 inline void tiles(int64_t rows, Fn fn) {
-  int64_t count = (rows + kRows - 1) / kRows;
+  int64_t count = (rows + Most - 1) / Most;
   for (int64_t i = 0; i < count; ++i) {
     int64_t begin = rows * i / count;
     fn(begin, (int)(rows * (i + 1) / count - begin));

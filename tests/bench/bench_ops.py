@@ -136,7 +136,7 @@ def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
         (32, 16, cfg.index_topk, True),
     ):
         near = cfg.window + z - 1
-        pools = [torch.randn(u * (near if i == 0 else 4 * far), c).to(BF16) for i in (0, 1)]
+        pools = [torch.randn(rows, c).to(BF16) for rows in (u * near, u * far if z == 1 else 4 * far)]
         slide = torch.arange(near) - torch.arange(z)[:, None]
         seen = ((slide >= 0) & (slide < cfg.window)).expand(u, z, near)
         shape = (u, z, far) if own else (u, far)
