@@ -11,7 +11,7 @@ from torch import Tensor
 
 import compiler.torchair_own  # noqa: F401  declares dsv4::grouped_matmul
 from dsv4.norm import wide
-from dsv4.ops import Experts, Ops
+from dsv4.ops import Experts, Keys, Ops, attend_rows
 
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
@@ -70,4 +70,20 @@ def experts(x_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor, w: Experts) -> T
     )
 
 
-NPU = Ops(write_rows=write_rows, read_rows=read_rows, rms=rms, activate=activate, experts=experts)
+def attend(
+    q_THC: Tensor, near: Keys, far: Keys | None, sink_H: Tensor, spots: tuple[Tensor, Tensor]
+) -> Tensor:
+    """`ops.attend` with its rows read as above."""
+    sources = (near,) if far is None else (near, far)
+    rows = tuple(read_rows(k.pool_NC, k.rows) for k in sources)
+    return attend_rows(q_THC, rows, tuple(k.visible_UZS for k in sources), sink_H, spots)
+
+
+NPU = Ops(
+    write_rows=write_rows,
+    read_rows=read_rows,
+    rms=rms,
+    activate=activate,
+    experts=experts,
+    attend=attend,
+)

@@ -15,22 +15,20 @@ Letters: package docstring; here C is the entry width (head width or indexer wid
 import dataclasses
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4 import quant, rope
 from dsv4.batch import Batch
-from dsv4.norm import wide
 from dsv4.params import Compressor
 from dsv4.site import Site, entry_row, window_row, write
 from dsv4.state import Entries, ring_rows
 
 
-def project(p: Compressor, x_TD: Tensor, positions_T: Tensor, rate: int) -> Tensor:
+def project(p: Compressor, x_TD: Tensor, positions_T: Tensor, site: Site) -> Tensor:
     """Raw inputs (k | g) of each token, [T, 2 * c * C] wide; g includes its position's bias."""
-    x = wide(x_TD)
-    gate = F.linear(x, p.wgate) + p.ape[positions_T % rate]
-    return torch.cat((F.linear(x, p.wkv), gate), dim=-1)
+    linear = site.ctx.ops.linear_wide
+    gate = linear(x_TD, p.wgate) + p.ape[positions_T % site.plan.rate]
+    return torch.cat((linear(x_TD, p.wkv), gate), dim=-1)
 
 
 def _a_halves(kg: Tensor) -> Tensor:
@@ -102,7 +100,7 @@ def update(
     """
     ctx, rate = site.ctx, site.plan.rate
     cfg = ctx.cfg
-    kg_T = project(p, x_TD, batch.positions, rate)
+    kg_T = project(p, x_TD, batch.positions, site)
     closes = batch.closes[cfg.rates.index(rate)]
     new = cache
     if closes.shape[0]:

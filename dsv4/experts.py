@@ -1,7 +1,6 @@
 """Mixture of experts: routed experts plus the shared expert. Spec section 9."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4 import ops
@@ -14,8 +13,9 @@ from dsv4.route import route
 
 def shared(p: Mlp, x_TD: Tensor, limit: float, lowered: ops.Ops = ops.PLAIN) -> Tensor:
     """The shared expert. [T, D]"""
-    a = lowered.activate(F.linear(x_TD, p.w1), F.linear(x_TD, p.w3), limit)
-    return F.linear(a.to(x_TD.dtype), p.w2)
+    linear = lowered.linear
+    a = lowered.activate(linear(x_TD, p.w1), linear(x_TD, p.w3), limit)
+    return linear(a.to(x_TD.dtype), p.w2)
 
 
 def moe(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ summed in fixed slices, so that the order of the sum does not depend on the chun
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4 import quant, rope
@@ -20,13 +19,13 @@ _HEADS_AT_ONCE = 8  # bounds the [Z * heads, E] scores held at a time
 
 def queries(p: Indexer, x_TD: Tensor, qr_TR: Tensor, site: Site) -> tuple[Tensor, Tensor]:
     """Indexer queries [T, I, J] and head weights [T, I], wide."""
-    cfg = site.ctx.cfg
-    iq = F.linear(qr_TR, p.wq_b).unflatten(-1, (cfg.index_heads, cfg.index_dim))
+    cfg, linear = site.ctx.cfg, site.ctx.ops.linear
+    iq = linear(qr_TR, p.wq_b).unflatten(-1, (cfg.index_heads, cfg.index_dim))
     iq = rope.rotate(iq, site.cos[:, None], site.sin[:, None])
     if site.ctx.qat:
         iq = quant.round_index(iq)
     scale = cfg.index_dim**-0.5 * cfg.index_heads**-0.5
-    return wide(iq), wide(F.linear(x_TD, p.weights_proj)) * scale
+    return wide(iq), wide(linear(x_TD, p.weights_proj)) * scale
 
 
 def entry_rows(batch: Batch, per_page: int, rate: int) -> tuple[Tensor, Tensor]:

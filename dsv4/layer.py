@@ -8,7 +8,7 @@ import dataclasses
 
 from torch import Tensor
 
-from dsv4 import attention, compress, experts, index, mhc
+from dsv4 import attention, compress, experts, index
 from dsv4.batch import Batch
 from dsv4.params import Attention, Layer
 from dsv4.site import Site, window_row, write
@@ -41,13 +41,13 @@ def block(
     p: Layer, pool: LayerPool, h_TMD: Tensor, batch: Batch, site: Site
 ) -> tuple[Tensor, LayerPool, Tensor]:
     """Streams after the block [T, M, D], its caches, and the experts chosen [T, K]."""
-    cfg, rms = site.ctx.cfg, site.ctx.ops.rms
-    pre, post, comb = mhc.mix(p.hc_attn, h_TMD, cfg)
-    x = rms(mhc.collapse(h_TMD, pre), p.attn_norm, cfg.norm_eps)
+    cfg, ops = site.ctx.cfg, site.ctx.ops
+    pre, post, comb = ops.mix(p.hc_attn, h_TMD, cfg)
+    x = ops.rms(ops.collapse(h_TMD, pre), p.attn_norm, cfg.norm_eps)
     y, pool = attend(p.attn, pool, x, batch, site)
-    h_TMD = mhc.expand(y, h_TMD, post, comb)
+    h_TMD = ops.expand(y, h_TMD, post, comb)
 
-    pre, post, comb = mhc.mix(p.hc_ffn, h_TMD, cfg)
-    x = rms(mhc.collapse(h_TMD, pre), p.ffn_norm, cfg.norm_eps)
+    pre, post, comb = ops.mix(p.hc_ffn, h_TMD, cfg)
+    x = ops.rms(ops.collapse(h_TMD, pre), p.ffn_norm, cfg.norm_eps)
     y, chosen = experts.moe(p.ffn, x, batch.tokens, site.ctx)
-    return mhc.expand(y, h_TMD, post, comb), pool, chosen
+    return ops.expand(y, h_TMD, post, comb), pool, chosen

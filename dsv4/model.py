@@ -12,7 +12,6 @@ from torch import Tensor
 from dsv4 import experts, layer, mhc
 from dsv4.batch import Batch, StepOut, whole
 from dsv4.context import Ctx
-from dsv4.norm import wide
 from dsv4.params import Params
 from dsv4.site import Site, turn, window_row, write
 from dsv4.state import Pools, PoolSizes, init_pools
@@ -37,7 +36,7 @@ def step(params: Params, pools: Pools, batch: Batch, ctx: Ctx) -> tuple[StepOut,
         new.append(pool)
         loads.append(experts.load(chosen, real, cfg.experts))
     y = ctx.ops.rms(mhc.head(params.hc_head, h[batch.wanted], cfg), params.norm, cfg.norm_eps)
-    logits = F.linear(wide(y), params.head)
+    logits = ctx.ops.linear_wide(y, params.head)
     out = StepOut(logits=logits, hidden=h, load=torch.stack(loads))
     return out, dataclasses.replace(
         pools, layers=tuple(new), streams=_keep_streams(pools, h, batch, ctx)

@@ -14,7 +14,6 @@ from dsv4 import experts, layer, mhc
 from dsv4.batch import Batch, StepOut
 from dsv4.context import Ctx
 from dsv4.model import fresh, step
-from dsv4.norm import wide
 from dsv4.params import Params
 from dsv4.site import Site, turn
 from dsv4.state import Pools
@@ -35,7 +34,7 @@ def draft(
     cfg = ctx.cfg
     e = ctx.ops.rms(F.embedding(batch.tokens, params.embed), p.enorm, cfg.norm_eps)
     g = ctx.ops.rms(hidden_TMD, p.hnorm, cfg.norm_eps)
-    h = F.linear(e, p.e_proj)[:, None] + F.linear(g, p.h_proj)
+    h = ctx.ops.linear(e, p.e_proj)[:, None] + ctx.ops.linear(g, p.h_proj)
     plan = cfg.mtp_plan
     before = (batch.positions - 1).clamp(min=0)
     tables = turn(before, (plan.rope,), cfg.rope_dim, h.dtype)
@@ -43,7 +42,7 @@ def draft(
     h, pool, chosen = layer.block(p.block, pool, h, batch, site)
     y = ctx.ops.rms(mhc.head(p.hc_head, h[batch.wanted], cfg), p.norm, cfg.norm_eps)
     load = experts.load(chosen, batch.seq > 0, cfg.experts)
-    out = StepOut(logits=F.linear(wide(y), params.head), hidden=h, load=load[None])
+    out = StepOut(logits=ctx.ops.linear_wide(y, params.head), hidden=h, load=load[None])
     return out, dataclasses.replace(pools, mtp=pool)
 
 

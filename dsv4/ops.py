@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4 import mhc
+from dsv4.config import Config
 from dsv4.norm import rms, wide
+from dsv4.params import Hyper
 
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
@@ -76,6 +79,77 @@ def experts(x_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor, w: Experts) -> T
     return wide(torch.einsum("ltf,ldf->ltd", a, w.w2)).sum(0)
 
 
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """x [.., K] with w [N, K] to [.., N]; grouped: x [.., G, K] with w [G, N, K] to [.., G, N]."""
+    return F.linear(x, w) if w.dim() == 2 else torch.einsum("...gi,goi->...go", x, w)
+
+
+def linear_wide(x: Tensor, w: Tensor) -> Tensor:
+    """As `linear`, multiplied and summed in the wide dtype, with a wide result. Spec 10.5."""
+    return linear(wide(x), wide(w))
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Rows of a pool that queries in blocks [U, Z] may attend to, and which of them see which.
+
+    The rows are shared by a block [U, S], or each query has its own [U, Z, S].
+    """
+
+    pool_NC: Tensor
+    rows: Tensor
+    visible_UZS: Tensor
+
+
+def attend(
+    q_THC: Tensor, near: Keys, far: Keys | None, sink_H: Tensor, spots: tuple[Tensor, Tensor]
+) -> Tensor:
+    """One softmax with a sink over the visible keys, which are the values too. [T, H, C]
+
+    `spots`: the token whose query stands at each place of the blocks [U, Z], and where each token
+    takes its result [T] (`Batch.blocks` and `place`). Logits, softmax, sink and sums are wide; the
+    sink takes part in the denominator only, unscaled. Spec section 5.
+    """
+    sources = (near,) if far is None else (near, far)
+    rows = tuple(read_rows(k.pool_NC, k.rows) for k in sources)
+    return attend_rows(q_THC, rows, tuple(k.visible_UZS for k in sources), sink_H, spots)
+
+
+def attend_rows(
+    q_THC: Tensor,
+    keys: tuple[Tensor, ...],
+    visible: tuple[Tensor, ...],
+    sink_H: Tensor,
+    spots: tuple[Tensor, Tensor],
+) -> Tensor:
+    """As `attend`, of rows that were read: keys [U, S, C] or [U, Z, S, C] near and, if any, far."""
+    blocks, place = spots
+    heads, width = q_THC.shape[1:]
+    q = wide(q_THC[blocks]) * width**-0.5  # [U, Z, H, C]
+    rows = [wide(k) for k in keys]
+    parts = [_logits(q, r, seen) for r, seen in zip(rows, visible, strict=True)]
+    logits = torch.cat(parts, dim=-1)  # [U, Z, H, S + E]
+    sink = sink_H[:, None]
+    top = torch.maximum(logits.max(-1, keepdim=True).values, sink)
+    e = torch.exp(logits - top)
+    e = e / (e.sum(-1, keepdim=True) + torch.exp(sink - top))
+    o = _values(e[..., : rows[0].shape[-2]], rows[0])
+    if len(rows) > 1:
+        o = o + _values(e[..., rows[0].shape[-2] :], rows[1])
+    return o.reshape(-1, heads, width)[place].to(q_THC.dtype)
+
+
+def _logits(q_UZHC: Tensor, keys: Tensor, visible_UZS: Tensor) -> Tensor:
+    equation = "uzhc,usc->uzhs" if keys.dim() == 3 else "uzhc,uzsc->uzhs"
+    s = torch.einsum(equation, q_UZHC, keys)
+    return torch.where(visible_UZS[:, :, None], s, -torch.inf)
+
+
+def _values(e_UZHS: Tensor, keys: Tensor) -> Tensor:
+    equation = "uzhs,usc->uzhc" if keys.dim() == 3 else "uzhs,uzsc->uzhc"
+    return torch.einsum(equation, e_UZHS, keys)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """One lowering of each replaceable operator."""
@@ -86,6 +160,12 @@ class Ops:
     activate: Callable[[Tensor, Tensor, float], Tensor] = activate
     pick: Callable[[Tensor, int], Tensor] = pick
     experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor] = experts
+    linear: Callable[[Tensor, Tensor], Tensor] = linear
+    linear_wide: Callable[[Tensor, Tensor], Tensor] = linear_wide
+    attend: Callable[[Tensor, Keys, Keys | None, Tensor, tuple[Tensor, Tensor]], Tensor] = attend
+    mix: Callable[[Hyper, Tensor, Config], tuple[Tensor, Tensor, Tensor]] = mhc.mix
+    collapse: Callable[[Tensor, Tensor], Tensor] = mhc.collapse
+    expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mhc.expand
 
 
 PLAIN = Ops()

@@ -1,11 +1,9 @@
 """Expert choice: by token id through a table, or by score plus bias. Spec section 9."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.context import Ctx
-from dsv4.norm import wide
 from dsv4.params import Moe
 
 
@@ -31,7 +29,7 @@ def route(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Ten
     The bias steers the choice only; weights come from unbiased scores. w = s / sum(s) is computed
     as softmax(log s), which stays exact when every score underflows.
     """
-    logs = log_scores(F.linear(wide(x_TD), p.gate))
+    logs = log_scores(ctx.ops.linear_wide(x_TD, p.gate))
     if p.tid2eid is not None:
         experts = p.tid2eid[tokens_T].long()
     else:

@@ -42,6 +42,7 @@ class Leaf:
     init: str = "normal"  # "normal" (init_std), "ones", "zeros", or "hash" (distinct experts)
     stored: str = "bf16"  # released format: bf16, f32, fp8, fp4 (both with a scale), i64
     hf_rows: tuple[int, int] | None = None  # rows of hf's tensor that are ours (dim 1)
+    operand: bool = False  # only ops.linear, linear_wide or experts read it: may be laid out
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
         """The dtype of this tensor in a model of dtype `model`."""
@@ -104,7 +105,7 @@ def _hyper_head(cfg: Config, n: _Names) -> HyperHead:
 def _compressor(cfg: Config, n: _Names, plan: LayerPlan, width: int, hf: str) -> Compressor:
     cw, d = plan.overlap * width, cfg.dim
     o = "compressor."
-    wide: dict[str, Any] = {"role": "wide"}
+    wide: dict[str, Any] = {"role": "wide", "operand": True}
     return Compressor(
         ape=n.leaf(
             o + "ape",
@@ -134,12 +135,14 @@ def _indexer(cfg: Config, n: _Names, plan: LayerPlan) -> Indexer:
             (i * j, cfg.q_rank),
             P("index_heads", None),
             stored="fp8",
+            operand=True,
         ),
         weights_proj=inner.leaf(
             "weights_proj.weight",
             hf + "scorer.weights_proj.weight",
             (i, cfg.dim),
             P("index_heads", "embed"),
+            operand=True,
         ),
         compressor=_compressor(cfg, inner, plan, j, hf),
     )
@@ -149,7 +152,7 @@ def _attention(cfg: Config, block: _Names, plan: LayerPlan) -> Attention:
     d, h, c, r = cfg.dim, cfg.heads, cfg.head_dim, cfg.q_rank
     g, o = cfg.o_groups, cfg.o_rank
     n = _Names(block.official + "attn.", block.hf + "self_attn." if block.hf else "")
-    fp8: dict[str, Any] = {"stored": "fp8"}
+    fp8: dict[str, Any] = {"stored": "fp8", "operand": True}
     return Attention(
         wq_a=n.leaf("wq_a.weight", "q_a_proj.weight", (r, d), P(None, "embed"), **fp8),
         q_norm=n.leaf("q_norm.weight", "q_a_norm.weight", (r,), P(None), init="ones"),
@@ -172,8 +175,8 @@ def _moe(cfg: Config, block: _Names, plan: LayerPlan) -> Moe:
     x, f, d, k = cfg.experts, cfg.expert_dim, cfg.dim, cfg.topk
     n = _Names(block.official + "ffn.", block.hf + "mlp." if block.hf else "")
     up, down = P("experts", None, "embed"), P("experts", "embed", None)
-    fp4: dict[str, Any] = {"stored": "fp4"}
-    fp8: dict[str, Any] = {"stored": "fp8"}
+    fp4: dict[str, Any] = {"stored": "fp4", "operand": True}
+    fp8: dict[str, Any] = {"stored": "fp8", "operand": True}
     fused = "experts.gate_up_proj"
     bias = n.leaf(
         "gate.bias",
@@ -195,7 +198,9 @@ def _moe(cfg: Config, block: _Names, plan: LayerPlan) -> Moe:
     )
     shared = "shared_experts."
     return Moe(
-        gate=n.leaf("gate.weight", "gate.weight", (x, d), P("experts", "embed"), role="wide"),
+        gate=n.leaf(
+            "gate.weight", "gate.weight", (x, d), P("experts", "embed"), role="wide", operand=True
+        ),
         bias=None if plan.router is Router.HASH else bias,
         tid2eid=table if plan.router is Router.HASH else None,
         w1=n.leaf("experts.{x}.w1.weight", fused, (x, f, d), up, hf_rows=(0, f), **fp4),
@@ -234,9 +239,10 @@ def _mtp(cfg: Config) -> Mtp:
     d = cfg.dim
     n = _Names("mtp.0.", "")
     square = (d, d)
+    fp8: dict[str, Any] = {"stored": "fp8", "operand": True}
     return Mtp(
-        e_proj=n.leaf("e_proj.weight", "", square, P("embed", None), stored="fp8"),
-        h_proj=n.leaf("h_proj.weight", "", square, P("embed", None), stored="fp8"),
+        e_proj=n.leaf("e_proj.weight", "", square, P("embed", None), **fp8),
+        h_proj=n.leaf("h_proj.weight", "", square, P("embed", None), **fp8),
         enorm=n.leaf("enorm.weight", "", (d,), P("embed"), init="ones"),
         hnorm=n.leaf("hnorm.weight", "", (d,), P("embed"), init="ones"),
         norm=n.leaf("norm.weight", "", (d,), P("embed"), init="ones"),
@@ -255,7 +261,7 @@ def spec(cfg: Config) -> Params:
         for i, plan in enumerate(cfg.plans)
     )
     head = dataclasses.replace(
-        top.leaf("head.weight", "", (v, d), table, role="wide"), hf="lm_head.weight"
+        top.leaf("head.weight", "", (v, d), table, role="wide", operand=True), hf="lm_head.weight"
     )
     return Params(
         embed=model.leaf("embed.weight", "embed_tokens.weight", (v, d), table),
@@ -276,7 +282,9 @@ def _fill(leaf: Leaf, cfg: Config, generator: torch.Generator, dtype: torch.dtyp
     if leaf.init == "hash":  # distinct experts per token id
         noise = torch.rand(leaf.shape[0], cfg.experts, generator=generator)
         return noise.topk(leaf.shape[1], dim=-1).indices.to(own)
-    return torch.randn(leaf.shape, generator=generator).mul_(cfg.init_std).to(own)
+    values = torch.randn(leaf.shape, generator=generator).mul_(cfg.init_std)
+    # As from a checkpoint: wide values of a bfloat16 model are those that its file can hold.
+    return (values.to(dtype) if leaf.stored == "bf16" else values).to(own)
 
 
 def init(cfg: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Params:

@@ -1,0 +1,230 @@
+// Attention with one key/value row per token, shared by all heads.
+//
+// A task is one block of queries (or one query, where each has keys of its own) with some of its
+// rows (query, head). Keys that no query of the task sees are left out, the others stay in order:
+// they add exact zeros for the queries that do not see them. So a query's result does not depend on
+// the block it stands in, on padding of the tables, or on the number of threads.
+#pragma once
+
+#include <limits>
+
+#include "cpu_tile.h"
+
+namespace dsv4 {
+
+constexpr int64_t kRowsAtOnce = 8 * kRows;  // bounds the logits held at a time
+constexpr int kMixRows = 12, kMixed = 2;    // rows and vectors of values of a tile
+
+// Rows of a pool: [U, S] shared by a block, or [U, Z, S] of each query; visible [U, Z, S].
+template <class E>
+struct KeyRows {
+  const typename E::type* pool;
+  const int64_t* rows;
+  const bool* visible;
+  int64_t count;
+  bool own;
+};
+
+template <class E>
+struct Queries {
+  const typename E::type* q;  // [T, H, stride]
+  const int64_t* blocks;      // [U, Z] token whose query stands there
+  const float* sink;          // [H]
+  int64_t u, z, heads, width, stride;
+};
+
+// out[m][j] = sum over s of p[m][s] * v[s][c + 16 j ...], float32. Values are widened as they come,
+// so a tile is high and narrow: 12 rows share the work on two vectors of values.
+template <class E, int M>
+inline void mix(const float* const* p, const typename E::type* const* v, int64_t keys, int64_t c,
+                vf (*out)[kMixed]) {
+  vf acc[M][kMixed];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) acc[m][j] = vf{};
+  for (int64_t s = 0; s < keys; ++s) {
+    vf b[kMixed];
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) b[j] = E::widen(v[s] + c + j * kLanes, kLanes);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      float a = p[m][s];
+#pragma GCC unroll 2
+      for (int j = 0; j < kMixed; ++j) acc[m][j] += a * b[j];
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) out[m][j] = acc[m][j];
+}
+
+// The same for the last, narrower columns.
+template <class E>
+inline void mix_end(int rows, const float* const* p, const typename E::type* const* v, int64_t keys,
+                    int64_t c, int64_t width, vf (*out)[kMixed]) {
+  for (int m = 0; m < rows; ++m)
+    for (int j = 0; j < kMixed; ++j) {
+      vf acc{};
+      int64_t at = c + j * kLanes;
+      if (at < width)
+        for (int64_t s = 0; s < keys; ++s) acc += p[m][s] * E::widen(v[s] + at, width - at);
+      out[m][j] = acc;
+    }
+}
+
+// Rows beyond `rows` up to the height of the next tile repeat the last one.
+template <class E>
+inline void mixed(int rows, const float** p, const typename E::type* const* v, int64_t keys,
+                  int64_t c, int64_t width, vf (*out)[kMixed]) {
+  if (c + kMixed * kLanes > width) return mix_end<E>(rows, p, v, keys, c, width, out);
+  for (int m = rows; m < kMixRows; ++m) p[m] = p[rows - 1];
+  if (rows <= 4) return mix<E, 4>(p, v, keys, c, out);
+  if (rows <= 8) return mix<E, 8>(p, v, keys, c, out);
+  return mix<E, 12>(p, v, keys, c, out);
+}
+
+// Logits to exp(logit * scale - top), 0 where not visible. Returns top, at least `sink`.
+inline float exponentials(float* row, const int32_t* mask, int64_t wide_keys, float scale,
+                          float sink) {
+  vf most = spread(sink), none = spread(-std::numeric_limits<float>::infinity());
+  for (int64_t s = 0; s < wide_keys; s += kLanes) {
+    vf x = load<vf>(row + s) * scale;
+    x = load<vi>(mask + s) ? x : none;
+    store(row + s, x);
+    most = x > most ? x : most;
+  }
+  float top = sink;
+  for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
+  for (int64_t s = 0; s < wide_keys; s += kLanes)
+    store(row + s, exponential(load<vf>(row + s) - top));
+  return top;
+}
+
+// What a task works with: its queries, the keys any of them sees, and who sees which.
+template <class E>
+struct Scene {
+  const Queries<E>& in;
+  const int64_t* places;  // flat places (u, z) of the queries
+  const typename E::type* const* keys;
+  const vu* panels;
+  const int32_t* mask;  // [queries, wide_keys]
+  int64_t num_keys, wide_keys;
+};
+
+// Rows [r0, r0 + rows) of a scene, row = query * heads + head. out is [U * Z, H, C].
+template <class E>
+void attend_rows(const Scene<E>& s, int64_t r0, int64_t rows, typename E::type* const* out) {
+  const Queries<E>& in = s.in;
+  int64_t units = (in.width + E::per - 1) / E::per, num_panels = s.wide_keys / kLanes;
+  float* logits = scratch<float, 3>(kRowsAtOnce * s.wide_keys);
+  float inverse[kRowsAtOnce], scale = 1.0f / std::sqrt((float)in.width);
+  vf acc[kRows][kPanels];
+  for (int64_t p0 = 0; p0 < num_panels; p0 += kPanels) {
+    int count = (int)std::min<int64_t>(kPanels, num_panels - p0);
+    const vu* w[kPanels];
+    for (int j = 0; j < count; ++j) w[j] = s.panels + (p0 + j) * units;
+    tiles<kRows>(rows, [&](int64_t t0, int m_count) {
+      const uint32_t* x[kRows];
+      for (int m = 0; m < m_count; ++m) {
+        int64_t r = r0 + t0 + m, token = in.blocks[s.places[r / in.heads]];
+        x[m] = (const uint32_t*)(in.q + (token * in.heads + r % in.heads) * in.stride);
+      }
+      dots<E>(m_count, count, x, w, units, 0, acc);
+      for (int m = 0; m < m_count; ++m)
+        for (int j = 0; j < count; ++j)
+          store(logits + (t0 + m) * s.wide_keys + (p0 + j) * kLanes, acc[m][j]);
+    });
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t r = r0 + i;
+    float sink = in.sink[r % in.heads];
+    float* row = logits + i * s.wide_keys;
+    float top =
+        exponentials(row, s.mask + r / in.heads * s.wide_keys, s.wide_keys, scale, sink);
+    inverse[i] = exponential(spread(sink - top))[0];
+  }
+  tiles<kRows>(rows, [&](int64_t t0, int m_count) {  // sums one by one, in the order of the keys
+    float sum[kRows] = {};
+    for (int64_t k = 0; k < s.num_keys; ++k)
+      for (int m = 0; m < m_count; ++m) sum[m] += logits[(t0 + m) * s.wide_keys + k];
+    for (int m = 0; m < m_count; ++m) inverse[t0 + m] = 1.0f / (sum[m] + inverse[t0 + m]);
+  });
+  vf sums[kMixRows][kMixed];
+  for (int64_t c = 0; c < in.width; c += kMixed * kLanes)
+    tiles<kMixRows>(rows, [&](int64_t t0, int m_count) {
+      const float* p[kMixRows];
+      for (int m = 0; m < m_count; ++m) p[m] = logits + (t0 + m) * s.wide_keys;
+      mixed<E>(m_count, p, s.keys, s.num_keys, c, in.width, sums);
+      for (int m = 0; m < m_count; ++m)
+        for (int j = 0; j < kMixed && c + j * kLanes < in.width; ++j) {
+          int64_t r = r0 + t0 + m, at = c + j * kLanes;
+          E::narrow(out[r / in.heads] + r % in.heads * in.width + at, sums[m][j] * inverse[t0 + m],
+                    in.width - at);
+        }
+    });
+}
+
+// One task: `places` are queries of block u that share their keys.
+template <class E>
+void attend_places(const Queries<E>& in, const KeyRows<E>* sources, const int64_t* places,
+                   int64_t num_places, int64_t part, int64_t parts,
+                   typename E::type* const* out) {
+  using T = typename E::type;
+  int64_t most = sources[0].count + sources[1].count + kLanes, u = places[0] / in.z;
+  const T** keys = scratch<const T*, 4>(most);
+  int32_t* mask = scratch<int32_t, 5>(num_places * most);
+  int64_t n = 0;
+  for (int64_t i = 0; i < num_places * most; ++i) mask[i] = 0;
+  for (int f = 0; f < 2; ++f) {
+    const KeyRows<E>& k = sources[f];
+    const int64_t* rows = k.rows + (k.own ? places[0] : u) * k.count;
+    for (int64_t s = 0; s < k.count; ++s) {
+      bool any = false;
+      for (int64_t i = 0; i < num_places; ++i)
+        if (k.visible[places[i] * k.count + s]) any = true, mask[i * most + n] = -1;
+      if (any) keys[n++] = k.pool + rows[s] * in.width;
+    }
+  }
+  int64_t wide_keys = (n + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = 1; i < num_places; ++i)
+    std::memmove(mask + i * wide_keys, mask + i * most, wide_keys * sizeof(int32_t));
+  for (int64_t i = n; i < wide_keys; ++i) keys[i] = nullptr;
+  int64_t units = (in.width + E::per - 1) / E::per;
+  vu* panels = scratch<vu, 6>(wide_keys / kLanes * units);
+  for (int64_t p = 0; p < wide_keys / kLanes; ++p)
+    fill_panel<E>(keys + p * kLanes, in.width, panels + p * units);
+  Scene<E> scene{in, places, keys, panels, mask, n, wide_keys};
+  int64_t rows = num_places * in.heads, end = rows * (part + 1) / parts;
+  for (int64_t r = rows * part / parts; r < end; r += kRowsAtOnce)
+    attend_rows<E>(scene, r, std::min(kRowsAtOnce, end - r), out);
+}
+
+// out [T, H, C]: token t takes the result at place[t].
+template <class E>
+void attend(const Queries<E>& in, const KeyRows<E>& near, const KeyRows<E>& far,
+            const int64_t* place, int64_t tokens, typename E::type* out) {
+  using T = typename E::type;
+  int64_t row = in.heads * in.width;
+  std::vector<int64_t> owner(in.u * in.z, -1);
+  for (int64_t t = tokens - 1; t >= 0; --t) owner[place[t]] = t;
+  std::vector<int64_t> places, begin{0};  // tasks: runs of places
+  std::vector<T*> target;
+  for (int64_t p = 0; p < in.u * in.z; ++p) {
+    if (owner[p] >= 0) places.push_back(p), target.push_back(out + owner[p] * row);
+    bool closes = far.own || near.own || p % in.z == in.z - 1;
+    if (closes && (int64_t)places.size() > begin.back()) begin.push_back(places.size());
+  }
+  int64_t count = (int64_t)begin.size() - 1, threads = at::get_num_threads(), parts = 1;
+  if (count < 2 * threads) parts = std::max<int64_t>(1, std::min(threads, in.heads / 4));
+  const KeyRows<E> sources[2] = {near, far};
+  each_task(count * parts, [&](int64_t task) {
+    int64_t b = begin[task / parts], n = begin[task / parts + 1] - b;
+    attend_places<E>(in, sources, places.data() + b, n, task % parts, parts, target.data() + b);
+  });
+  for (int64_t t = 0; t < tokens; ++t)
+    if (owner[place[t]] != t) std::memcpy(out + t * row, out + owner[place[t]] * row, row * sizeof(T));
+}
+
+}  // namespace dsv4

@@ -1,0 +1,194 @@
+"""The CPU attention kernel against the plain operator."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.cpu_build import missing
+from compiler.cpu_ops import cpu_ops
+from dsv4 import ops
+from dsv4.ops import Keys, Ops
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+pytestmark = pytest.mark.compiled
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    assert missing() is None, missing()
+    return cpu_ops(tmp_path_factory.mktemp("cpu"))
+
+
+class Scene:
+    """Random queries in blocks, a window pool and (own: per query) compressed keys."""
+
+    def __init__(self, u: int, z: int, heads: int, width: int, *, far: int = 24, own: bool = False,
+                 near: int = 21, dtype: torch.dtype = BF16, seed: int = 0) -> None:  # fmt: skip
+        g = torch.Generator().manual_seed(seed)
+        tokens = u * z
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=g, dtype=F64).to(dtype)
+
+        def rows(*shape: int) -> Tensor:
+            return torch.randint(0, 90, shape, generator=g)
+
+        self.q = normal(tokens, heads, width)
+        pools = normal(90, width), normal(90, width)
+        place = torch.randperm(tokens, generator=g)
+        self.spots = (torch.argsort(place).reshape(u, z), place)
+        self.near = Keys(pools[0], rows(u, near), torch.rand(u, z, near, generator=g) < 0.7)
+        shape = (u, z, far) if own else (u, far)
+        self.far = (
+            Keys(pools[1], rows(*shape), torch.rand(u, z, far, generator=g) < 0.7) if far else None
+        )
+        self.sink = torch.randn(heads, generator=g)
+
+    def run(self, lowered: Ops) -> Tensor:
+        return lowered.attend(self.q, self.near, self.far, self.sink, self.spots)
+
+    def exact(self) -> Tensor:
+        near, far = (
+            k and Keys(k.pool_NC.double(), k.rows, k.visible_UZS) for k in (self.near, self.far)
+        )
+        return ops.attend(self.q.double(), near, far, self.sink.double(), self.spots)
+
+
+SHAPES = [
+    (1, 1, 8, 512), (5, 1, 3, 80), (2, 16, 4, 64), (3, 5, 7, 24), (1, 7, 1, 6), (2, 3, 2, 33),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_float32_against_float64(fast: Ops, shape: tuple[int, ...], own: bool) -> None:
+    """4e-6 of the largest value: logits near 3 of up to 512 float32 terms, then exp."""
+    s = Scene(*shape, own=own, dtype=F32)
+    got, exact = s.run(fast), s.exact()
+    assert got.dtype == F32
+    assert (got - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_bfloat16_rounds_once(fast: Ops, shape: tuple[int, ...], own: bool) -> None:
+    """One rounding (at most 2^-8 of the value), and float32 errors before it."""
+    s = Scene(*shape, own=own)
+    got, exact = s.run(fast), s.exact()
+    assert got.dtype == BF16
+    assert ((got - exact).abs() <= 2**-8 * exact.abs() + 4e-6 * exact.abs().max()).all()
+
+
+def test_without_compressed_keys(fast: Ops) -> None:
+    s = Scene(3, 4, 5, 48, far=0, dtype=F32)
+    exact = s.exact()
+    assert (s.run(fast) - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+def test_the_result_does_not_depend_on_the_block(fast: Ops) -> None:
+    """Bit-equal: each query alone in a block of its own, with its keys own instead of shared."""
+    s = Scene(2, 8, 4, 64)
+    together = s.run(fast)
+    blocks, _ = s.spots
+    for u in range(2):
+        for z in range(8):
+            token = blocks[u, z]
+            alone = fast.attend(
+                s.q[token : token + 1],
+                Keys(s.near.pool_NC, s.near.rows[u : u + 1], s.near.visible_UZS[u, z][None, None]),
+                Keys(s.far.pool_NC, s.far.rows[u][None, None], s.far.visible_UZS[u, z][None, None]),
+                s.sink,
+                (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
+            )
+            assert torch.equal(alone[0], together[token])
+
+
+def test_keys_that_nobody_sees_do_not_matter(fast: Ops) -> None:
+    """Bit-equal under longer tables, and whatever stands in the rows, NaN included."""
+    s = Scene(2, 4, 4, 64)
+    before = s.run(fast)
+    pool = torch.cat((s.far.pool_NC, torch.full((1, 64), torch.nan, dtype=BF16)))
+    rows = torch.cat((s.far.rows, torch.full((2, 37), 90)), dim=1)
+    visible = torch.cat((s.far.visible_UZS, torch.zeros(2, 4, 37, dtype=torch.bool)), dim=2)
+    s.far = Keys(pool, rows, visible)
+    assert torch.equal(s.run(fast), before)
+
+
+def test_a_query_that_sees_nothing_is_zero(fast: Ops) -> None:
+    s = Scene(1, 3, 2, 32)
+    s.near.visible_UZS[0, 1] = False
+    s.far.visible_UZS[0, 1] = False
+    got = s.run(fast)
+    token = s.spots[0][0, 1]
+    assert (got[token] == 0).all()
+    assert got.abs().sum() > 0
+    s.near.visible_UZS[:], s.far.visible_UZS[:] = False, False
+    assert (s.run(fast) == 0).all()
+
+
+def test_a_bad_query_does_not_poison_the_others(fast: Ops) -> None:
+    s = Scene(2, 8, 4, 64)
+    clean = s.run(fast)
+    s.q[3, 1, 7] = torch.nan
+    got = s.run(fast)
+    assert got[3, 1].isnan().all()
+    got[3, 1] = clean[3, 1]
+    assert torch.equal(got, clean)
+
+
+def test_a_bad_key_reaches_those_who_see_it_only_across_blocks(fast: Ops) -> None:
+    s = Scene(2, 1, 4, 64, own=False, far=0)
+    s.near.rows[:] = torch.arange(42).reshape(2, 21)
+    s.near.visible_UZS[:] = True
+    clean = s.run(fast)
+    s.near.pool_NC[3] = torch.nan
+    got, blocks = s.run(fast), s.spots[0]
+    assert got[blocks[0, 0]].isnan().all()
+    assert torch.equal(got[blocks[1, 0]], clean[blocks[1, 0]])
+
+
+def test_tokens_that_share_a_place(fast: Ops) -> None:
+    """Padding tokens take the result of a place whose query is another token's."""
+    s = Scene(2, 3, 2, 32, dtype=F32)
+    blocks = torch.tensor([[0, 1, 1], [2, 2, 3]])
+    place = torch.tensor([0, 1, 3, 5, 0, 2])
+    s.spots = (blocks, place)
+    exact = s.exact()
+    got = s.run(fast)
+    assert (got - exact).abs().max() <= 4e-6 * exact.abs().max()
+    assert torch.equal(got[4], got[0])
+
+
+def test_large_logits_and_sinks(fast: Ops) -> None:
+    """The maximum is taken out: logits near 300 and a sink above or far below them."""
+    s = Scene(1, 2, 4, 64, dtype=F32)
+    s.q *= 100
+    s.sink = torch.tensor([-1e4, 0.0, 900.0, 200.0])
+    exact, got = s.exact(), s.run(fast)
+    assert got.isfinite().all()
+    # exp of a logit near 300: an error of 300 * 64 e in the exponent.
+    assert (got - exact).abs().max() <= 300 * 64 * 2**-24 * exact.abs().max()
+    assert got[:, 2].abs().max() <= 1e-30
+
+
+def test_more_rows_than_fit_at_once(fast: Ops) -> None:
+    s = Scene(1, 16, 7, 32, dtype=F32, near=40)
+    exact = s.exact()
+    assert (s.run(fast) - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+def test_rows_and_places_out_of_range_are_refused(fast: Ops) -> None:
+    s = Scene(1, 2, 2, 32)
+    s.near.rows[0, 0] = 90
+    with pytest.raises(RuntimeError, match="not one of the pool's 90"):
+        s.run(fast)
+    s = Scene(1, 2, 2, 32)
+    s.spots[1][0] = 2
+    with pytest.raises(RuntimeError, match="place 2 of 2"):
+        s.run(fast)
+
+
+def test_float64_takes_the_plain_form(fast: Ops) -> None:
+    s = Scene(1, 2, 2, 32, dtype=F64)
+    s.sink = s.sink.double()
+    assert torch.equal(s.run(fast), s.run(ops.PLAIN))
