@@ -120,8 +120,8 @@ def _attend_shape(q: Tensor, *rest: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def cpu_ops(build_dir: Path, plain: Ops = PLAIN) -> Ops:
-    """`plain` with the CPU kernels, which are built below `build_dir` unless they are there.
+def start(build_dir: Path) -> None:
+    """Make the kernels known to this process; they are built below `build_dir` if not there.
 
     Raises RuntimeError if they cannot be built; `cpu_build.missing()` says so beforehand.
     """
@@ -136,6 +136,10 @@ def cpu_ops(build_dir: Path, plain: Ops = PLAIN) -> Ops:
         }
         for name, shape in shapes.items():
             torch.library.register_fake(f"{cpu_build.NAMESPACE}::{name}", shape)
+
+
+def lowered(plain: Ops = PLAIN) -> Ops:
+    """`plain` with the CPU kernels, which must be started before a step runs."""
     return dataclasses.replace(
         plain,
         linear=linear,
@@ -146,3 +150,9 @@ def cpu_ops(build_dir: Path, plain: Ops = PLAIN) -> Ops:
         collapse=collapse,
         expand=expand,
     )
+
+
+def cpu_ops(build_dir: Path, plain: Ops = PLAIN) -> Ops:
+    """`lowered`, of kernels that are started. Raises as `start`."""
+    start(build_dir)
+    return lowered(plain)

@@ -5,8 +5,6 @@ pools, so that one program serves pools of any size, and saved with its guards: 
 differs in shape, dtype, stride or structure is an error that names the guard, never a compile.
 """
 
-import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,8 @@ from typing import Any
 import torch
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
-log = logging.getLogger(__name__)
-
 _PROGRAM = "program.bin"
 _KERNELS = "kernels"  # what inductor writes: the program finds its machine code here
-
-
-def missing(cxx: str = "g++") -> str | None:
-    """What this machine lacks to compile, and what to do; None: nothing."""
-    if shutil.which(cxx) is None:
-        return (
-            f"there is no C++ compiler ({cxx}) on this machine: install one (Debian: apt install "
-            f"g++), or run with backend eager"
-        )
-    return None
 
 
 def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callable[..., Any]:
@@ -42,7 +28,7 @@ def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callab
     return compiled
 
 
-def load(folder: Path) -> Callable[..., Any]:
+def load(_fn: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     """The program saved in `folder`. Nothing is compiled, if `folder` is as `build` left it."""
     with temporary_cache_dir(str(folder / _KERNELS)), (folder / _PROGRAM).open("rb") as file:
         return torch.compiler.load_compiled_function(file)

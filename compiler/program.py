@@ -55,7 +55,7 @@ def seal(
     def use(entry: Entry) -> Program:
         start_s = time.perf_counter()
         with torch.no_grad():
-            run = make.load(entry.files) if entry.found else make.build(fn, args, entry.files)
+            run = make.load(fn, entry.files) if entry.found else make.build(fn, args, entry.files)
         took_s = time.perf_counter() - start_s + entry.waited_s
         return Program(f"{key['step']} {key['bucket']}", run, entry.found, took_s, entry.note)
 

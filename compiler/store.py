@@ -97,7 +97,7 @@ class Store:
             if held is not None and not entry.found:
                 entry = self._complete(key, entry, time.monotonic() - start_s)
             elif held is not None:
-                grew = bool(store_seal.added(entry.files.parent))
+                grew = self._grew(entry)
             self._count(entry, grew)
         except BaseException as error:
             if held is not None and not entry.found:
@@ -231,6 +231,14 @@ class Store:
             self._turn_off(str(error))
         _at_exit(functools.partial(store_entries.remove, self.root, digest, only_unfinished=True))
         return dataclasses.replace(entry, kept=False)
+
+    def _grew(self, entry: Entry) -> bool:
+        """Whether the compiler added files to a hit."""
+        try:
+            return bool(store_seal.added(entry.files.parent))
+        except OSError as error:
+            self._turn_off(str(error))
+            return False
 
     def _grow(self, digest: str) -> None:
         """Seal a hit again to which the compiler added files, as one that found a part missing."""

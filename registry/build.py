@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from compiler.backend import backend as find_backend
+from compiler.store import Store
 from dsv4 import config_json
 from dsv4.config import Config
 from dsv4.config_json import Reading
@@ -78,8 +79,12 @@ def build(
     drafts: bool = True,
     progress: Progress | None = None,
     registry: Registry | None = None,
+    cache_dir: Path | None = None,
 ) -> CompiledModel:
     """Build a model from its directory, or from a `Config` with random parameters of `seed`.
+
+    A backend with kernels builds them in `cache_dir`, by default the user's cache folder, unless
+    they are there. One that compiles steps does so in `registry.programs.compile_model`.
 
     Raises ValueError, before anything is allocated, for a path without a model, an architecture
     that is not built, a config or checkpoint that does not fit, a mesh or backend that is not
@@ -111,6 +116,7 @@ def build(
         source=folder,
         seed=seed,
         backend=record,
+        cache_dir=cache_dir or Store.default_root(),
         dtype=dtype,
         mesh=mesh,
         drafts=drafts,

@@ -21,7 +21,12 @@ def build(order: Order) -> CompiledModel:
     cfg = order.cfg if order.drafts else dataclasses.replace(order.cfg, mtp=0)
     params, report, told = _parameters(order, cfg)
     cfg = dataclasses.replace(cfg, mtp=int(params.mtp is not None))
-    ctx = Ctx(cfg=cfg, mesh=order.mesh, ops=order.backend.ops)
+    backend = order.backend
+    if backend.start is not None:
+        backend.start(order.cache_dir / "kernels")
+    if backend.prepare is not None:
+        params = backend.prepare(params, cfg)
+    ctx = Ctx(cfg=cfg, mesh=order.mesh, ops=backend.ops)
 
     def step(params: Params, pools: Pools, batch: Batch) -> tuple[StepOut, Pools]:
         return model.step(params, pools, batch, ctx)
@@ -37,7 +42,7 @@ def build(order: Order) -> CompiledModel:
         params=params,
         step=step,
         draft=draft if cfg.mtp else None,
-        backend=order.backend,
+        backend=backend,
         mesh=order.mesh,
         architecture=order.architecture,
         source=order.source,

@@ -30,6 +30,7 @@ class Order:
     source: Path | None  # directory of the checkpoint; None: random parameters
     seed: int | None  # of the random parameters
     backend: Backend
+    cache_dir: Path  # where the backend builds its kernels
     dtype: torch.dtype
     mesh: Mesh
     drafts: bool  # whether the draft module is wanted, where there is one

@@ -97,6 +97,14 @@ def test_values_of_other_types_are_other_values() -> None:
     assert len({digest_of(v) for v in values}) == len(values)
 
 
+def test_records_of_other_classes_are_other_records() -> None:
+    one = dataclasses.make_dataclass("One", [("x", int)])
+    two = dataclasses.make_dataclass("Two", [("x", int)])
+    renamed = dataclasses.make_dataclass("One", [("y", int)])
+    assert len({digest_of(made(1)) for made in (one, two, renamed)}) == 3
+    assert digest_of(dataclasses.make_dataclass("One", [("x", int)])(1)) == digest_of(one(1))
+
+
 @pytest.mark.parametrize("value", [{1}, object(), len, (1, {2})])
 def test_a_value_without_stable_text_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="no stable text"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from compiler import store_lock
 from compiler.store import Store
 from compiler.store_entries import folder_of, lock_of
 from tests.kept import CONTENT, build, key, read, write
@@ -332,6 +333,24 @@ def test_threads_build_once(store: Store) -> None:
         thread.join()
     assert len(built) == 1
     assert str(store.counts) == "6 graphs, 5 hits"
+
+
+def test_what_was_built_between_two_locks_is_found(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes look, see nothing and both want to build: the second finds what is built."""
+    ours, asked = store_lock.lock, []
+
+    def late(path: Path, *, shared: bool, wait_s: float) -> store_lock.Lock | None:
+        if not shared and not asked:
+            asked.append(path)
+            build(Store(store.root), key())
+        return ours(path, shared=shared, wait_s=wait_s)
+
+    monkeypatch.setattr("compiler.store.lock", late)
+    with store.open(key()) as entry:
+        assert (entry.found, entry.note, read(entry)) == (True, None, CONTENT)
+    assert len(asked) == 1
 
 
 def test_readers_do_not_wait_for_each_other(store: Store) -> None:

@@ -199,6 +199,23 @@ def test_hits_need_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (entry.found, read(entry)) == (True, CONTENT)
 
 
+def test_a_hit_that_vanishes_is_still_a_hit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program has loaded what it needs."""
+    store = Store(tmp_path / "cache")
+    build(store, key())
+
+    def fail(folder: Path) -> tuple[str, ...]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk, store.open(key()) as entry:
+        assert entry.found
+        disk.setattr(store_seal, "added", fail)
+    assert str(store.counts) == "2 graphs, 1 hits"
+    assert "Input/output error" in str(store.off)
+
+
 LIMITED = """
 import logging, resource, sys
 from compiler.store import Store
