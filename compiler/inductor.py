@@ -3,6 +3,8 @@
 The step is captured whole (`fullgraph`), with static shapes but for the number of rows of the
 pools, so that one program serves pools of any size, and saved with its guards: an argument that
 differs in shape, dtype, stride or structure is an error that names the guard, never a compile.
+
+Inductor's cache directory is `folder` while it writes or reads there, and the user's otherwise.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,31 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 _PROGRAM = "program.bin"
 _KERNELS = "kernels"  # what inductor writes: the program finds its machine code here
+
+
+def version() -> str:
+    """All about inductor that changes what it writes for a graph: torch, and its settings."""
+    from torch._inductor import config
+
+    return f"{torch.__version__} {config.get_hash().hex()}"
+
+
+def cxx() -> str:
+    """The C++ compiler it calls."""
+    from torch._inductor import cpp_builder
+
+    return cpp_builder.get_cpp_compiler()
+
+
+def probe(folder: Path) -> None:
+    """Let inductor ask, once per process, what this CPU can do; it keeps its probes in `folder`.
+
+    Otherwise it asks within the first program that it compiles or loads, and keeps them there.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    with temporary_cache_dir(str(folder)):
+        cpu_vec_isa.pick_vec_isa()
 
 
 def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callable[..., Any]:

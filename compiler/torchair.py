@@ -56,6 +56,24 @@ class _Step(torch.nn.Module):
         return self.fn(*args)
 
 
+def version() -> str:
+    """All about it that changes a program and that our sources do not say."""
+    found = package()
+    return f"{importlib.import_module('torch_npu').__version__} {getattr(found, '__version__', '')}"
+
+
+def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callable[..., Any]:
+    """The program of `fn` for arguments like `args`, run once on them, which compiles it."""
+    program = compile_step(fn, folder)
+    program(*args)
+    return program
+
+
+def load(fn: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """The program that `build` kept in `folder`."""
+    return compile_step(fn, folder)
+
+
 def compile_step(fn: Callable[..., Any], cache_dir: Path | None = None) -> Callable[..., Any]:
     """The program of a step function, compiled at its first call, for the shapes of that call.
 

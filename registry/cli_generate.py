@@ -4,16 +4,18 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from registry import cli_observe
+from registry import cli_observe, cli_progress
 from registry.generation_config import GENERATION_CONFIG, sampling_defaults
+from registry.startup import StartUp
 
 if TYPE_CHECKING:
+    from compiler.store import Store
     from dsv4.config import Config
+    from dsv4.state import PoolSizes
     from registry.cli_observe import Observation
     from registry.model import CompiledModel
     from registry.tokenizer import Tokenizer
@@ -49,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafts", metavar="K", type=int, default=0, help="drafts per step, 0 to 8 [%(default)s]")
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))
+    add(
+        "--backend",
+        default="eager",
+        metavar="NAME",
+        help="how steps run: eager, kernels, inductor, torchair, or auto [%(default)s]",
+    )
+    add("--cache-dir", metavar="DIR", help="where programs are kept; default: see dsv4 cache ls")
     add("--threads", metavar="N", type=int, help="CPU threads; default: torch's choice")
     add("--logprobs", metavar="N", type=int, help="of each token and of the N likeliest")
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else")
@@ -110,10 +119,13 @@ def _check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate. Raises ValueError for what the caller must change, before the model is loaded."""
-    start_s = time.perf_counter()
-    import torch
+    start = StartUp()
+    with start.part("imports"):
+        import torch
 
-    from registry import builtin_model, cli_progress, tokenizer
+        from compiler.store import Store
+
+    from registry import builtin_model, tokenizer
     from registry.build import build, read_config, resolve
     from registry.registry import default_registry
     from runtime.request import Limits, Request
@@ -128,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(source)
     sampling, told = _sampling(args, folder)
     seen = cli_observe.observe(args, str(folder))
-    with seen.span(3):
+    store = Store(Path(args.cache_dir).expanduser() if args.cache_dir else Store.default_root())
+    with start.part("registry"), seen.span(3):
         cfg = resolve(read_config(source), None, default_registry()).reading.cfg
     _check_drafts(args.drafts, folder, cfg)
     words = tokenizer.load(folder)
@@ -140,12 +153,26 @@ def run(args: argparse.Namespace) -> int:
     for request in requests:
         request.check(cfg)
     dtype, progress = getattr(torch, args.dtype), cli_progress.bar("loading")
-    with seen.span(4):
-        model = build(folder, dtype=dtype, drafts=args.drafts > 0, progress=progress)
-    with seen.span(8):
-        engine = _engine(args, model, requests, words, seen)
+    with start.part("weights"), seen.span(4):
+        model = build(
+            folder,
+            backend=args.backend,
+            dtype=dtype,
+            drafts=args.drafts > 0,
+            progress=progress,
+            cache_dir=store.root,
+        )
+    sizes = _sizes(args, model.cfg, requests)
+    with start.part("graphs"):
+        model = _programs(args, model, sizes, store)
+    with start.part("pools"), seen.span(8):
+        engine = _engine(args, model, sizes, words, seen)
     seen.ready()
-    load_s = time.perf_counter() - start_s
+    start.ready()
+    load_s = start.ready_s
+    assert load_s is not None
+    if model.backend.compile is not None and not args.json:
+        print(f"{store.counts}\n{start.table()}", file=sys.stderr)
     if args.json:
         engine.generate(requests)
         facts = _facts(args, model, engine, requests, load_s)
@@ -172,25 +199,40 @@ def _check_drafts(depth: int, folder: Path, cfg: "Config") -> None:
         raise ValueError(f"--drafts is {depth}, and {folder} has no draft module: leave it out")
 
 
+def _sizes(args: argparse.Namespace, cfg: "Config", requests: "Sequence[Request]") -> "PoolSizes":
+    """Pools for the longest of these requests, `_AT_ONCE` at a time."""
+    from runtime.pages import fit
+
+    lengths = sorted((r.longest(cfg) for r in requests), reverse=True)[:_AT_ONCE]
+    return fit(cfg, lengths, most=min(args.chunk, lengths[0]), drafts=args.drafts)
+
+
+def _programs(
+    args: argparse.Namespace, model: "CompiledModel", sizes: "PoolSizes", store: "Store"
+) -> "CompiledModel":
+    """The model with its programs, found or made; each is told on stderr."""
+    from registry.programs import compile_model, room
+
+    asked = room(model.cfg, sizes, chunk=args.chunk)
+    told = None if args.json else cli_progress.programs()
+    return compile_model(model, asked, store, page_tokens=sizes.page_tokens, told=told)
+
+
 def _engine(
     args: argparse.Namespace,
     model: "CompiledModel",
-    requests: "Sequence[Request]",
+    sizes: "PoolSizes",
     words: "Tokenizer | None",
     seen: "Observation",
 ) -> "Engine":
-    """An engine with pools for the longest of these requests, `_AT_ONCE` at a time."""
+    """An engine over pools of these sizes."""
     from runtime.drafts import Drafts
     from runtime.engine import Engine
-    from runtime.pages import fit
 
-    chunk, cfg = args.chunk, model.cfg
-    lengths = sorted((r.longest(cfg) for r in requests), reverse=True)[:_AT_ONCE]
-    sizes = fit(cfg, lengths, most=min(chunk, lengths[0]), drafts=args.drafts)
     return Engine(
         model,
         sizes,
-        chunk=chunk,
+        chunk=args.chunk,
         decode=words.decode if words else None,
         drafts=Drafts(depth=args.drafts) if args.drafts else None,
         cache=not args.no_prefix_cache,

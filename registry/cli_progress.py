@@ -1,7 +1,11 @@
-"""A progress bar on stderr for whoever watches a terminal; nothing otherwise."""
+"""Progress on stderr: a bar of the weights on a terminal, and a line per program anywhere."""
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compiler.program import Program
 
 _WIDTH = 30
 
@@ -25,3 +29,23 @@ def bar(title: str) -> Callable[[int, int, str], None] | None:
         print(line if percent < 100 else "\r\033[K", end="", file=sys.stderr, flush=True)
 
     return draw
+
+
+def programs() -> "Callable[[Program, int], None]":
+    """A callback (program, how many there will be) that tells of each when it is ready."""
+    done = 0
+
+    def tell(program: "Program", total: int) -> None:
+        nonlocal done
+        done += 1
+        filled = "#" * (_WIDTH * done // total)
+        how = "found" if program.found else "compiled"
+        note = f" ({program.note})" if program.note else ""
+        print(
+            f"graphs [{filled:<{_WIDTH}}] {done:3d} / {total}  {how} in {program.ready_s:.2f} s: "
+            f"{program.label}{note}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return tell

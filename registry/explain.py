@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compiler import backend as backends
+from compiler.backend import NAMES
 from dsv4 import config_json, state, table
 from dsv4.config import Config, preset
 from dsv4.config_fields import Decision
@@ -235,7 +236,7 @@ def _report(report: LoadReport, drafts: bool) -> dict[str, Any]:
 
 
 def _backend(name: str) -> dict[str, Any]:
-    record = backends.backend(name)
+    record = backends.record(name)
     operators = {}
     for field in dataclasses.fields(Ops):
         lowering = getattr(record.ops, field.name)
@@ -243,8 +244,13 @@ def _backend(name: str) -> dict[str, Any]:
             "lowering": f"{lowering.__module__}.{lowering.__name__}",
             "fallback": lowering is getattr(PLAIN, field.name),
         }
-    planned = list(backends.PLANNED)
-    return {"name": record.name, "why": record.why, "operators": operators, "planned": planned}
+    return {
+        "name": record.name,
+        "why": record.why,
+        "operators": operators,
+        "compiles": record.compile is not None,
+        "missing": backends.states(),
+    }
 
 
 def _now(weights: dict[str, Any] | None) -> list[str]:
@@ -264,7 +270,7 @@ def _if(cfg: Config) -> list[str]:
         "two spellings of one fact that disagree, or a fact in an unknown form",
         "a tensor that is missing, unexpected, of a wrong shape or dtype, or in a broken file",
         f"a mesh axis above 1 (axes {', '.join(ONE.axes)})",
-        f"a backend that is planned ({', '.join(backends.PLANNED)}) or unknown",
+        f"a backend that lacks something on this machine, or another than {', '.join(NAMES)}",
         f"a prompt above {cfg.max_positions} tokens (an answer ends there), or an empty one",
         f"a token id outside 0 to {cfg.vocab - 1}",
         f"a page of tokens that is no multiple of {cfg.page_tokens}",

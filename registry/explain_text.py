@@ -138,4 +138,6 @@ def _backend(b: dict[str, Any]) -> list[str]:
     rows = [(b["name"], b["why"])]
     for name, op in b["operators"].items():
         rows.append((name, op["lowering"] + (" (fallback: plain)" if op["fallback"] else "")))
+    for name, lacks in b["missing"].items():
+        rows.append((f"backend {name}", f"cannot run here: {lacks}" if lacks else "can run here"))
     return columns(rows)

@@ -59,10 +59,14 @@ def compile_model(
     A model whose backend does not compile is returned as it is. Drafts are compiled if `asked`
     has rows for them.
     """
-    if model.backend.compile is None:
+    make = model.backend.compile
+    if make is None:
         return model
     depth = asked.rows - 1
-    parts = process_parts(model.backend.name, model.backend.version)
+    parts = process_parts(model.backend.name, make.version(), cxx=make.cxx())
+    probe = make.probe
+    if probe is not None:
+        store.use(Key.of({"step": "probes of the CPU"}, parts), lambda entry: probe(entry.files))
     example = _Example(model, served(model.cfg, depth), depth, page_tokens, store, parts)
     steps = Programs(ladder(asked), example.seal_step, strict=strict)
     made = [steps]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiler.backend import EAGER, backend, write_rows_in_place
+from compiler.backend import EAGER, backend, states, write_rows_in_place
 from compiler.segments import experts_by_segment
 from dsv4 import ops
 
@@ -66,6 +66,25 @@ def test_in_place_writes_keep_the_address():
 
 def test_backends_are_refused_by_name():
     assert backend("eager") is EAGER
-    for name, word in (("torchair", "planned"), ("fast", "unknown")):
-        with pytest.raises(ValueError, match=f"{name}.*{word}.*eager"):
+    with pytest.raises(ValueError, match="'fast' is unknown.*eager"):
+        backend("fast")
+    for name, device in (("torchair", "cpu"), ("auto", "npu")):
+        with pytest.raises(ValueError, match="torchair cannot run here: torch_npu.*eager"):
+            backend(name, device)
+    with pytest.raises(ValueError, match="no backend for device 'tpu'"):
+        backend("auto", "tpu")
+
+
+def test_auto_says_which_backend_and_why():
+    chosen = backend("auto")
+    assert chosen.name == "inductor"
+    assert chosen.why.startswith("auto on device cpu: compiles each shape")
+
+
+def test_a_machine_without_a_compiler_gets_a_reason_and_no_other_backend(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for name in ("auto", "inductor", "kernels"):
+        with pytest.raises(ValueError, match="cannot run here: there is no C.. compiler.*eager"):
             backend(name)
+    assert states()["eager"] is None
+    assert "compiler" in str(states()["inductor"])

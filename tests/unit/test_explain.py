@@ -214,8 +214,13 @@ def test_the_backend_tells_its_fallbacks(flash: dict[str, Any]) -> None:
     assert backend["name"] == "eager"
     assert backend["operators"]["pick"] == {"lowering": "dsv4.ops.pick", "fallback": True}
     assert not backend["operators"]["experts"]["fallback"]
-    with pytest.raises(ValueError, match="'torchair' is planned"):
-        explain("flash", backend="torchair")
+    assert not backend["compiles"]
+    assert backend["missing"]["eager"] is None
+    assert "torch_npu" in backend["missing"]["torchair"]
+    npu = explain("flash", backend="torchair")["backend"]
+    assert npu["operators"]["rms"] == {"lowering": "compiler.torchair_ops.rms", "fallback": False}
+    with pytest.raises(ValueError, match="'fast' is unknown"):
+        explain("flash", backend="fast")
 
 
 def test_what_cannot_be_explained_is_refused(folder: Path, tmp_path: Path) -> None:
