@@ -66,10 +66,10 @@ def test_in_place_writes_keep_the_address():
 
 def test_backends_are_refused_by_name():
     assert backend("eager") is EAGER
-    with pytest.raises(ValueError, match="'fast' is unknown.*eager"):
+    with pytest.raises(ValueError, match=r"'fast' is unknown.*eager"):
         backend("fast")
     for name, device in (("torchair", "cpu"), ("auto", "npu")):
-        with pytest.raises(ValueError, match="torchair cannot run here: torch_npu.*eager"):
+        with pytest.raises(ValueError, match=r"torchair cannot run here: torch_npu.*eager"):
             backend(name, device)
     with pytest.raises(ValueError, match="no backend for device 'tpu'"):
         backend("auto", "tpu")
@@ -84,7 +84,7 @@ def test_auto_says_which_backend_and_why():
 def test_a_machine_without_a_compiler_gets_a_reason_and_no_other_backend(monkeypatch):
     monkeypatch.setenv("PATH", "")
     for name in ("auto", "inductor", "kernels"):
-        with pytest.raises(ValueError, match="cannot run here: there is no C.. compiler.*eager"):
+        with pytest.raises(ValueError, match=r"cannot run here: there is no C.. compiler.*eager"):
             backend(name)
     assert states()["eager"] is None
     assert "compiler" in str(states()["inductor"])
