@@ -18,10 +18,18 @@ def shared(p: Mlp, x_TD: Tensor, limit: float, lowered: ops.Ops = ops.PLAIN) -> 
     return linear(a.to(x_TD.dtype), p.w2)
 
 
-def moe(p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Output [T, D] and the experts chosen [T, K]. The sum over experts is wide, rounded once."""
+def moe(
+    p: Moe, x_TD: Tensor, tokens_T: Tensor, ctx: Ctx, real_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output [T, D] and the experts chosen [T, K]. The sum over experts is wide, rounded once.
+
+    Tokens that are not real (padding) take the experts of the first token: their output is dropped,
+    and experts of their own would be read for nothing.
+    """
     limit = ctx.cfg.swiglu_limit
     weights, chosen = route(p, x_TD, tokens_T, ctx)
+    if real_T is not None:
+        chosen = torch.where(real_T[:, None], chosen, chosen[:1])
     routed = ops.Experts(w1=p.w1, w3=p.w3, w2=p.w2, limit=limit)
     y = psum(ctx.ops.experts(x_TD, weights, chosen, routed), "ep", ctx.mesh)
     return (y + wide(shared(p.shared, x_TD, limit, ctx.ops))).to(x_TD.dtype), chosen

@@ -49,5 +49,5 @@ def block(
 
     pre, post, comb = ops.mix(p.hc_ffn, h_TMD, cfg)
     x = ops.rms(ops.collapse(h_TMD, pre), p.ffn_norm, cfg.norm_eps)
-    y, chosen = experts.moe(p.ffn, x, batch.tokens, site.ctx)
+    y, chosen = experts.moe(p.ffn, x, batch.tokens, site.ctx, batch.seq > 0)
     return ops.expand(y, h_TMD, post, comb), pool, chosen
