@@ -55,7 +55,7 @@ def _write_after_shapes(
 
 
 def _library() -> Library:
-    own = Library("dsv4", "DEF")
+    own = Library("dsv4", "FRAGMENT")
     own.define("grouped_matmul(Tensor rows, Tensor weight, Tensor counts) -> Tensor")
     own.impl("grouped_matmul", grouped_matmul, "CPU")
     own.impl("grouped_matmul", _grouped_matmul_shapes, "Meta")
