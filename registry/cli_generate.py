@@ -123,10 +123,8 @@ def run(args: argparse.Namespace) -> int:
     with start.part("imports"):
         import torch
 
-        from compiler.store import Store
-
     from registry import builtin_model, tokenizer
-    from registry.build import build, read_config, resolve
+    from registry.build import read_config, resolve
     from registry.registry import default_registry
     from runtime.request import Limits, Request
 
@@ -140,7 +138,6 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(source)
     sampling, told = _sampling(args, folder)
     seen = cli_observe.observe(args, str(folder))
-    store = Store(Path(args.cache_dir).expanduser() if args.cache_dir else Store.default_root())
     with start.part("registry"), seen.span(3):
         cfg = resolve(read_config(source), None, default_registry()).reading.cfg
     _check_drafts(args.drafts, folder, cfg)
@@ -152,27 +149,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     for request in requests:
         request.check(cfg)
-    dtype, progress = getattr(torch, args.dtype), cli_progress.bar("loading")
-    with start.part("weights"), seen.span(4):
-        model = build(
-            folder,
-            backend=args.backend,
-            dtype=dtype,
-            drafts=args.drafts > 0,
-            progress=progress,
-            cache_dir=store.root,
-        )
-    sizes = _sizes(args, model.cfg, requests)
-    with start.part("graphs"):
-        model = _programs(args, model, sizes, store)
-    with start.part("pools"), seen.span(8):
-        engine = _engine(args, model, sizes, words, seen)
-    seen.ready()
-    start.ready()
+    model, engine = _start(args, folder, requests, words, (start, seen))
     load_s = start.ready_s
-    assert load_s is not None
-    if model.backend.compile is not None and not args.json:
-        print(f"{store.counts}\n{start.table()}", file=sys.stderr)
+    assert load_s is not None, "the start has ended"
     if args.json:
         engine.generate(requests)
         facts = _facts(args, model, engine, requests, load_s)
@@ -185,6 +164,42 @@ def run(args: argparse.Namespace) -> int:
             print(engine.acceptance.table(), file=sys.stderr)
     seen.write()
     return 0
+
+
+def _start(
+    args: argparse.Namespace,
+    folder: Path,
+    requests: "Sequence[Request]",
+    words: "Tokenizer | None",
+    watched: "tuple[StartUp, Observation]",
+) -> "tuple[CompiledModel, Engine]":
+    """Weights, programs and pools, each a part of the start; tells where the time went."""
+    import torch
+
+    from compiler.store import Store
+    from registry.build import build
+
+    start, seen = watched
+    store = Store(Path(args.cache_dir).expanduser() if args.cache_dir else Store.default_root())
+    with start.part("weights"), seen.span(4):
+        model = build(
+            folder,
+            backend=args.backend,
+            dtype=getattr(torch, args.dtype),
+            drafts=args.drafts > 0,
+            progress=cli_progress.bar("loading"),
+            cache_dir=store.root,
+        )
+    sizes = _sizes(args, model.cfg, requests)
+    with start.part("graphs"):
+        model = _programs(args, model, sizes, store)
+    with start.part("pools"), seen.span(8):
+        engine = _engine(args, model, sizes, words, seen)
+    seen.ready()
+    start.ready()
+    if model.backend.compile is not None and not args.json:
+        print(f"{store.counts}\n{start.table()}", file=sys.stderr)
+    return model, engine
 
 
 def _check_drafts(depth: int, folder: Path, cfg: "Config") -> None:
