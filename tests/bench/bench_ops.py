@@ -26,6 +26,7 @@ from dsv4 import config, ops
 from dsv4.config import Config
 from dsv4.mesh import P
 from dsv4.ops import Experts, Keys, Ops
+from dsv4.params import Hyper
 from dsv4.table import Leaf
 
 BF16 = torch.bfloat16
@@ -136,7 +137,9 @@ def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
         (32, 16, cfg.index_topk, True),
     ):
         near = cfg.window + z - 1
-        pools = [torch.randn(rows, c).to(BF16) for rows in (u * near, u * far if z == 1 else 4 * far)]
+        pools = [
+            torch.randn(rows, c).to(BF16) for rows in (u * near, u * far if z == 1 else 4 * far)
+        ]
         slide = torch.arange(near) - torch.arange(z)[:, None]
         seen = ((slide >= 0) & (slide < cfg.window)).expand(u, z, near)
         shape = (u, z, far) if own else (u, far)
@@ -156,6 +159,54 @@ def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
             lambda q=q, k=keys, s=sink, p=spots: ops.attend(q, *k, s, p),
             lambda q=q, k=keys, s=sink, p=spots: fast.attend(q, *k, s, p),
         )
+
+
+def indexing(cfg: Config, fast: Ops) -> Iterator[Case]:
+    """The router's choice, and index scores and choice over a context of 8,192 tokens."""
+    entries, i, j = 2048, cfg.index_heads, cfg.index_dim
+    pool = torch.randn(entries, j).to(BF16)
+    for u, z in ((1, 1), (8, 16)):
+        q, w, place = torch.randn(u * z, i, j).to(BF16), torch.randn(u * z, i), torch.arange(u * z)
+        seen = torch.ones(u, z, entries, dtype=torch.bool)
+        keys = Keys(pool, torch.arange(entries).expand(u, entries).contiguous(), seen)
+        yield Case(
+            f"scores U={u} Z={z} entries={entries}",
+            u * entries * j * 2,
+            2.0 * u * z * i * j * entries,
+            lambda q=q, w=w, k=keys, b=place.reshape(u, z): ops.scores(q, w, k, b),
+            lambda q=q, w=w, k=keys, b=place.reshape(u, z): fast.scores(q, w, k, b),
+        )
+    for rows, count, k in ((1, cfg.experts, cfg.topk), (512, cfg.experts, cfg.topk),
+                           (1, entries, cfg.index_topk), (128, entries, cfg.index_topk)):  # fmt: skip
+        s = torch.randn(rows, count)
+        yield Case(
+            f"pick {k} of {count}, {rows} rows", s.numel() * 4, 0.0,
+            lambda s=s, k=k: ops.pick(s, k), lambda s=s, k=k: fast.pick(s, k),
+        )  # fmt: skip
+
+
+def streams(cfg: Config, fast: Ops) -> Iterator[Case]:
+    """Hyper-connections: coefficients, into the sublayer and out of it."""
+    m, d = cfg.streams, cfg.dim
+    count = (2 + m) * m
+    p = Hyper(fn=torch.randn(count, m * d) * 0.02, base=torch.zeros(count), scale=torch.ones(3))
+    for tokens in (1, 8, 512):
+        h, y = torch.randn(tokens, m, d).to(BF16), torch.randn(tokens, d).to(BF16)
+        pre, post, comb = ops.PLAIN.mix(p, h, cfg)
+        moved = h.numel() * 2
+        yield Case(
+            f"mix T={tokens}", moved + p.fn.numel() * 4, 2.0 * tokens * p.fn.numel(),
+            lambda h=h: ops.PLAIN.mix(p, h, cfg), lambda h=h: fast.mix(p, h, cfg),
+        )  # fmt: skip
+        yield Case(
+            f"collapse T={tokens}", moved, 0.0,
+            lambda h=h, c=pre: ops.PLAIN.collapse(h, c), lambda h=h, c=pre: fast.collapse(h, c),
+        )  # fmt: skip
+        yield Case(
+            f"expand T={tokens}", moved, 0.0,
+            lambda a=(y, h, post, comb): ops.PLAIN.expand(*a),
+            lambda a=(y, h, post, comb): fast.expand(*a),
+        )  # fmt: skip
 
 
 class Limits:
@@ -189,7 +240,7 @@ def main() -> None:
     rows, limits = [], Limits()
     with tempfile.TemporaryDirectory() as room, torch.no_grad():
         fast = cpu_ops(args.build or Path(room))
-        for kind in (products, experts, attention):
+        for kind in (products, experts, attention, indexing, streams):
             for case in kind(cfg, fast):
                 if args.only not in case.name:
                     continue
