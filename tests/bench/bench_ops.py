@@ -166,18 +166,19 @@ def indexing(cfg: Config, fast: Ops) -> Iterator[Case]:
     entries, i, j = 2048, cfg.index_heads, cfg.index_dim
     pool = torch.randn(entries, j).to(BF16)
     for u, z in ((1, 1), (8, 16)):
-        q, w, place = torch.randn(u * z, i, j).to(BF16), torch.randn(u * z, i), torch.arange(u * z)
+        q, w = torch.randn(u * z, i, j).to(BF16), torch.randn(u * z, i)
+        blocks = torch.arange(u * z).reshape(u, z)
         seen = torch.ones(u, z, entries, dtype=torch.bool)
         keys = Keys(pool, torch.arange(entries).expand(u, entries).contiguous(), seen)
         yield Case(
             f"scores U={u} Z={z} entries={entries}",
             u * entries * j * 2,
             2.0 * u * z * i * j * entries,
-            lambda q=q, w=w, k=keys, b=place.reshape(u, z): ops.scores(q, w, k, b),
-            lambda q=q, w=w, k=keys, b=place.reshape(u, z): fast.scores(q, w, k, b),
+            lambda q=q, w=w, k=keys, b=blocks: ops.scores(q, w, k, b),
+            lambda q=q, w=w, k=keys, b=blocks: fast.scores(q, w, k, b),
         )
-    for rows, count, k in ((1, cfg.experts, cfg.topk), (512, cfg.experts, cfg.topk),
-                           (1, entries, cfg.index_topk), (128, entries, cfg.index_topk)):  # fmt: skip
+    router, entry = (cfg.experts, cfg.topk), (entries, cfg.index_topk)
+    for rows, (count, k) in ((1, router), (512, router), (1, entry), (128, entry)):
         s = torch.randn(rows, count)
         yield Case(
             f"pick {k} of {count}, {rows} rows", s.numel() * 4, 0.0,
