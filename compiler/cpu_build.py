@@ -16,15 +16,8 @@ import torch
 
 NAMESPACE = "dsv4_cpu"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-Wno-ignored-attributes")
-SOURCES = (
-    "cpu_kernels.cpp",
-    "cpu_attend.h",
-    "cpu_experts.h",
-    "cpu_hyper.h",
-    "cpu_linear.h",
-    "cpu_tile.h",
-)
 _HERE = Path(__file__).parent
+_SOURCE = _HERE / "cpu_kernels.cpp"
 
 
 def _compiler() -> str:
@@ -58,7 +51,8 @@ def fingerprint(compiler: str) -> str:
     """Hash of everything the library is made from."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     parts = [torch.__version__, *FLAGS, compiler, version.stdout, _processor()]
-    parts += [(_HERE / name).read_text(encoding="utf-8") for name in SOURCES]
+    sources = [_SOURCE, *sorted(_HERE.glob("cpu_*.h"))]
+    parts += [f.name + f.read_text(encoding="utf-8") for f in sources]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -93,7 +87,7 @@ def _compile(folder: Path) -> None:
     # Loads it too: the operators exist from here on in this process.
     cpp_extension.load(
         NAMESPACE,
-        [str(_HERE / SOURCES[0])],
+        [str(_SOURCE)],
         extra_cflags=list(FLAGS),
         build_directory=str(folder),
         is_python_module=False,

@@ -7,6 +7,7 @@
 #include "cpu_attend.h"
 #include "cpu_experts.h"
 #include "cpu_hyper.h"
+#include "cpu_index.h"
 #include "cpu_linear.h"
 
 namespace dsv4 {
@@ -161,6 +162,43 @@ Tensor attention(const Tensor& q, const Tensor& near, const Tensor& near_rows,
   return out;
 }
 
+Tensor scores(const Tensor& q, const Tensor& weights, const Tensor& pool, const Tensor& rows,
+              const Tensor& visible, const Tensor& blocks) {
+  TORCH_CHECK(q.dim() == 3 && fits(q.scalar_type()) && weights.dim() == 2 &&
+                  weights.sizes() == q.sizes().slice(0, 2) && weights.scalar_type() == at::kFloat,
+              "queries ", q.sizes(), " and weights ", weights.sizes(), " do not fit");
+  TORCH_CHECK(rows.dim() == 2 && blocks.dim() == 2 && blocks.scalar_type() == at::kLong,
+              "keys must be shared by the blocks, not ", rows.sizes());
+  Tensor in = whole_units(q), w = weights.contiguous(), r = rows.contiguous();
+  Tensor v = visible.contiguous(), b = blocks.contiguous();
+  check_keys(q, pool, r, v, b);
+  TORCH_CHECK(q.size(2) == in.size(2), "an odd width of bfloat16 is not known");
+  const int64_t* bp = b.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < b.numel(); ++i)
+    TORCH_CHECK(bp[i] >= 0 && bp[i] < q.size(0), "blocks name token ", bp[i], " of ", q.size(0));
+  Tensor out = at::empty(v.sizes(), w.options());
+  auto run = [&](auto element) {
+    using E = decltype(element);
+    IndexQueries<E> queries{data<E>(in), w.const_data_ptr<float>(), bp,       b.size(0),
+                            b.size(1),   q.size(1),                 q.size(2)};
+    score_entries<E>(queries, data<E>(pool), r.const_data_ptr<int64_t>(), v.const_data_ptr<bool>(),
+                     r.size(1), out.mutable_data_ptr<float>());
+  };
+  q.scalar_type() == at::kBFloat16 ? run(Bf16{}) : run(F32{});
+  return out;
+}
+
+Tensor pick(const Tensor& scores, int64_t k) {
+  TORCH_CHECK(scores.dim() >= 1 && scores.scalar_type() == at::kFloat, "scores must be float32");
+  int64_t n = scores.size(-1);
+  TORCH_CHECK(k >= 1 && k <= n, "cannot pick ", k, " of ", n);
+  auto shape = scores.sizes().vec();
+  shape.back() = k;
+  Tensor in = scores.contiguous(), out = at::empty(shape, scores.options().dtype(at::kLong));
+  pick_rows(in.const_data_ptr<float>(), in.numel() / n, n, k, out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
 void check_streams(const Tensor& h, std::initializer_list<Tensor> floats) {
   TORCH_CHECK(h.dim() == 3 && fits(h.scalar_type()) && h.size(1) <= kMaxStreams,
               "streams must be [T, M, D] bfloat16 or float32, M at most ", kMaxStreams);
@@ -232,6 +270,10 @@ TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
       "float hc_eps) -> (Tensor, Tensor, Tensor)");
   m.def("collapse(Tensor h, Tensor pre) -> Tensor");
   m.def("expand(Tensor y, Tensor h, Tensor post, Tensor comb) -> Tensor");
+  m.def(
+      "scores(Tensor q, Tensor weights, Tensor pool, Tensor rows, Tensor visible, Tensor blocks) "
+      "-> Tensor");
+  m.def("pick(Tensor scores, int k) -> Tensor");
   m.def("linear(Tensor x, Tensor w, bool wide) -> Tensor");
   m.def(
       "experts(Tensor x, Tensor weights, Tensor slots, Tensor w1, Tensor w3, Tensor w2, "
@@ -242,6 +284,8 @@ TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
 }
 
 TORCH_LIBRARY_IMPL(dsv4_cpu, CPU, m) {
+  m.impl("scores", &scores);
+  m.impl("pick", &pick);
   m.impl("mix", &mixing);
   m.impl("collapse", &collapse);
   m.impl("expand", &expand);

@@ -6,6 +6,7 @@ Numbers against the plain forms, in a bfloat16 model (float32 models: float32 th
   over k; the activation is rounded to bfloat16 once before w2, as there.
 - `attend`: queries are multiplied as they are and the logits scaled, instead of scaled queries;
   probabilities stay float32 and are divided by their sum at the end, not before.
+- `scores`: products of queries and keys are exact, summed in float32; heads one by one.
 - `mix`, `collapse`, `expand`: float32 as there; divisions as products with a reciprocal.
 Results of a token do not depend on the other tokens of the step, in any of them.
 
@@ -64,6 +65,22 @@ def attend(
     return torch.ops.dsv4_cpu.attend(q_THC, *sources, sink_H, *spots)
 
 
+def scores(iq_TIJ: Tensor, weights_TI: Tensor, keys: Keys, blocks_UZ: Tensor) -> Tensor:
+    """`ops.scores` straight from the pool, for entries that some query of the block sees."""
+    if iq_TIJ.dtype not in _TYPES or iq_TIJ.shape[-1] % 2:
+        return ops.scores(iq_TIJ, weights_TI, keys, blocks_UZ)
+    return torch.ops.dsv4_cpu.scores(
+        iq_TIJ, weights_TI, keys.pool_NC, keys.rows, keys.visible_UZS, blocks_UZ
+    )
+
+
+def pick(scores_TE: Tensor, k: int) -> Tensor:
+    """`ops.pick` by one selection per row; the same indices."""
+    if scores_TE.dtype != torch.float32:
+        return ops.pick(scores_TE, k)
+    return torch.ops.dsv4_cpu.pick(scores_TE, k)
+
+
 def mix(p: Hyper, h_TMD: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Tensor]:
     """`mhc.mix`: 16 tokens side by side."""
     if h_TMD.dtype not in _TYPES or cfg.streams > _MOST_STREAMS:
@@ -87,6 +104,16 @@ def expand(y_TD: Tensor, h_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Te
 
 
 # Shapes, for captures.
+
+
+def _scores_shape(
+    q: Tensor, weights: Tensor, pool: Tensor, rows: Tensor, visible: Tensor, blocks: Tensor
+) -> Tensor:
+    return weights.new_empty(visible.shape)
+
+
+def _pick_shape(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
 def _mix_shape(
@@ -130,6 +157,8 @@ def start(build_dir: Path) -> None:
             "linear": _linear_shape,
             "experts": _experts_shape,
             "attend": _attend_shape,
+            "scores": _scores_shape,
+            "pick": _pick_shape,
             "mix": _mix_shape,
             "collapse": _collapse_shape,
             "expand": _expand_shape,
@@ -146,6 +175,8 @@ def lowered(plain: Ops = PLAIN) -> Ops:
         linear_wide=linear_wide,
         experts=experts,
         attend=attend,
+        scores=scores,
+        pick=pick,
         mix=mix,
         collapse=collapse,
         expand=expand,

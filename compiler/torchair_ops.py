@@ -11,7 +11,7 @@ from torch import Tensor
 
 import compiler.torchair_own  # noqa: F401  declares dsv4::grouped_matmul
 from dsv4.norm import wide
-from dsv4.ops import Experts, Keys, Ops, attend_rows
+from dsv4.ops import Experts, Keys, Ops, attend_rows, score_rows
 
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
@@ -79,6 +79,12 @@ def attend(
     return attend_rows(q_THC, rows, tuple(k.visible_UZS for k in sources), sink_H, spots)
 
 
+def scores(iq_TIJ: Tensor, weights_TI: Tensor, keys: Keys, blocks_UZ: Tensor) -> Tensor:
+    """`ops.scores` with its rows read as above."""
+    held = read_rows(keys.pool_NC, keys.rows)
+    return score_rows(iq_TIJ, weights_TI, held, keys.visible_UZS, blocks_UZ)
+
+
 NPU = Ops(
     write_rows=write_rows,
     read_rows=read_rows,
@@ -86,4 +92,5 @@ NPU = Ops(
     activate=activate,
     experts=experts,
     attend=attend,
+    scores=scores,
 )

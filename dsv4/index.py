@@ -1,7 +1,6 @@
 """Lightning indexer: which compressed entries a CSA query attends to. Spec section 7.
 
-Scores are computed only when a table can address more entries than the layer keeps. Heads are
-summed in fixed slices, so that the order of the sum does not depend on the chunk.
+Scores are computed only when a table can address more entries than the layer keeps.
 """
 
 import torch
@@ -10,22 +9,21 @@ from torch import Tensor
 from dsv4 import quant, rope
 from dsv4.batch import Batch
 from dsv4.norm import wide
+from dsv4.ops import Keys
 from dsv4.params import Indexer
 from dsv4.site import Site, entry_row
 from dsv4.state import Entries
 
-_HEADS_AT_ONCE = 8  # bounds the [Z * heads, E] scores held at a time
-
 
 def queries(p: Indexer, x_TD: Tensor, qr_TR: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-    """Indexer queries [T, I, J] and head weights [T, I], wide."""
+    """Indexer queries [T, I, J], and head weights [T, I], which are wide."""
     cfg, linear = site.ctx.cfg, site.ctx.ops.linear
     iq = linear(qr_TR, p.wq_b).unflatten(-1, (cfg.index_heads, cfg.index_dim))
     iq = rope.rotate(iq, site.cos[:, None], site.sin[:, None])
     if site.ctx.qat:
         iq = quant.round_index(iq)
     scale = cfg.index_dim**-0.5 * cfg.index_heads**-0.5
-    return wide(iq), wide(linear(x_TD, p.weights_proj)) * scale
+    return iq, wide(linear(x_TD, p.weights_proj)) * scale
 
 
 def entry_rows(batch: Batch, per_page: int, rate: int) -> tuple[Tensor, Tensor]:
@@ -42,20 +40,6 @@ def entry_rows(batch: Batch, per_page: int, rate: int) -> tuple[Tensor, Tensor]:
     return torch.where(visible.any(1), rows, 0), visible
 
 
-def scores(iq_TIJ: Tensor, weights_TI: Tensor, keys_UEJ: Tensor, batch: Batch) -> Tensor:
-    """I[t, j] = sum_h w[t, h] relu(iq[t, h] . ik[j]) in block layout. [U, Z, E] wide"""
-    iq, w = iq_TIJ[batch.blocks], weights_TI[batch.blocks]  # [U, Z, I, J], [U, Z, I]
-    keys = wide(keys_UEJ)
-    total = None
-    for h in range(0, iq.shape[2], _HEADS_AT_ONCE):
-        part = slice(h, h + _HEADS_AT_ONCE)
-        dots = torch.einsum("uzij,uej->uzie", iq[:, :, part], keys)
-        s = torch.einsum("uzi,uzie->uze", w[:, :, part], torch.relu(dots))
-        total = s if total is None else total + s
-    assert total is not None
-    return total
-
-
 def select(
     p: Indexer, cache: Entries, x_TD: Tensor, qr_TR: Tensor, batch: Batch, site: Site
 ) -> Tensor | None:
@@ -69,5 +53,5 @@ def select(
         return None
     rows, visible = entry_rows(batch, per_page, site.plan.rate)
     iq, w = queries(p, x_TD, qr_TR, site)
-    s = scores(iq, w, site.ctx.ops.read_rows(cache.rows, rows), batch)
-    return site.ctx.ops.pick(torch.where(visible, s, -torch.inf), cfg.index_topk)
+    s = site.ctx.ops.scores(iq, w, Keys(cache.rows, rows, visible), batch.blocks)
+    return site.ctx.ops.pick(s, cfg.index_topk)

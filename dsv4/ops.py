@@ -16,6 +16,8 @@ from dsv4.config import Config
 from dsv4.norm import rms, wide
 from dsv4.params import Hyper
 
+_HEADS_AT_ONCE = 8  # bounds the [Z * heads, E] index scores held at a time
+
 
 def write_rows(pool_NC: Tensor, rows_T: Tensor, values_TC: Tensor) -> Tensor:
     """`pool_NC` with `values_TC` at rows `rows_T`. Row 0 may repeat, with zero values only."""
@@ -150,6 +152,30 @@ def _values(e_UZHS: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum(equation, e_UZHS, keys)
 
 
+def scores(iq_TIJ: Tensor, weights_TI: Tensor, keys: Keys, blocks_UZ: Tensor) -> Tensor:
+    """I[t, j] = sum_h w[t, h] relu(iq[t, h] . ik[j]) in block layout. [U, Z, E] wide
+
+    Entries that a query does not see score -inf. Heads are summed in fixed slices, so that the
+    order of the sum does not depend on the chunk. Spec section 7.
+    """
+    held = read_rows(keys.pool_NC, keys.rows)
+    return score_rows(iq_TIJ, weights_TI, held, keys.visible_UZS, blocks_UZ)
+
+
+def score_rows(
+    iq_TIJ: Tensor, weights_TI: Tensor, keys_UEJ: Tensor, visible_UZE: Tensor, blocks_UZ: Tensor
+) -> Tensor:
+    """As `scores`, of rows that were read."""
+    iq, w = wide(iq_TIJ[blocks_UZ]), weights_TI[blocks_UZ]  # [U, Z, I, J], [U, Z, I]
+    held = wide(keys_UEJ)
+    total = torch.zeros((), dtype=held.dtype, device=held.device)
+    for h in range(0, iq.shape[2], _HEADS_AT_ONCE):
+        part = slice(h, h + _HEADS_AT_ONCE)
+        dots = torch.einsum("uzij,uej->uzie", iq[:, :, part], held)
+        total = total + torch.einsum("uzi,uzie->uze", w[:, :, part], torch.relu(dots))
+    return torch.where(visible_UZE, total, -torch.inf)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """One lowering of each replaceable operator."""
@@ -163,6 +189,7 @@ class Ops:
     linear: Callable[[Tensor, Tensor], Tensor] = linear
     linear_wide: Callable[[Tensor, Tensor], Tensor] = linear_wide
     attend: Callable[[Tensor, Keys, Keys | None, Tensor, tuple[Tensor, Tensor]], Tensor] = attend
+    scores: Callable[[Tensor, Tensor, Keys, Tensor], Tensor] = scores
     mix: Callable[[Hyper, Tensor, Config], tuple[Tensor, Tensor, Tensor]] = mhc.mix
     collapse: Callable[[Tensor, Tensor], Tensor] = mhc.collapse
     expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mhc.expand

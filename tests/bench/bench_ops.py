@@ -26,6 +26,7 @@ from dsv4 import config, ops
 from dsv4.config import Config
 from dsv4.mesh import P
 from dsv4.ops import Experts, Keys, Ops
+from dsv4.params import Hyper
 from dsv4.table import Leaf
 
 BF16 = torch.bfloat16
@@ -160,6 +161,55 @@ def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
         )
 
 
+def indexing(cfg: Config, fast: Ops) -> Iterator[Case]:
+    """The router's choice, and index scores and choice over a context of 8,192 tokens."""
+    entries, i, j = 2048, cfg.index_heads, cfg.index_dim
+    pool = torch.randn(entries, j).to(BF16)
+    for u, z in ((1, 1), (8, 16)):
+        q, w = torch.randn(u * z, i, j).to(BF16), torch.randn(u * z, i)
+        blocks = torch.arange(u * z).reshape(u, z)
+        seen = torch.ones(u, z, entries, dtype=torch.bool)
+        keys = Keys(pool, torch.arange(entries).expand(u, entries).contiguous(), seen)
+        yield Case(
+            f"scores U={u} Z={z} entries={entries}",
+            u * entries * j * 2,
+            2.0 * u * z * i * j * entries,
+            lambda q=q, w=w, k=keys, b=blocks: ops.scores(q, w, k, b),
+            lambda q=q, w=w, k=keys, b=blocks: fast.scores(q, w, k, b),
+        )
+    router, entry = (cfg.experts, cfg.topk), (entries, cfg.index_topk)
+    for rows, (count, k) in ((1, router), (512, router), (1, entry), (128, entry)):
+        s = torch.randn(rows, count)
+        yield Case(
+            f"pick {k} of {count}, {rows} rows", s.numel() * 4, 0.0,
+            lambda s=s, k=k: ops.pick(s, k), lambda s=s, k=k: fast.pick(s, k),
+        )  # fmt: skip
+
+
+def streams(cfg: Config, fast: Ops) -> Iterator[Case]:
+    """Hyper-connections: coefficients, into the sublayer and out of it."""
+    m, d = cfg.streams, cfg.dim
+    count = (2 + m) * m
+    p = Hyper(fn=torch.randn(count, m * d) * 0.02, base=torch.zeros(count), scale=torch.ones(3))
+    for tokens in (1, 8, 512):
+        h, y = torch.randn(tokens, m, d).to(BF16), torch.randn(tokens, d).to(BF16)
+        pre, post, comb = ops.PLAIN.mix(p, h, cfg)
+        moved = h.numel() * 2
+        yield Case(
+            f"mix T={tokens}", moved + p.fn.numel() * 4, 2.0 * tokens * p.fn.numel(),
+            lambda h=h: ops.PLAIN.mix(p, h, cfg), lambda h=h: fast.mix(p, h, cfg),
+        )  # fmt: skip
+        yield Case(
+            f"collapse T={tokens}", moved, 0.0,
+            lambda h=h, c=pre: ops.PLAIN.collapse(h, c), lambda h=h, c=pre: fast.collapse(h, c),
+        )  # fmt: skip
+        yield Case(
+            f"expand T={tokens}", moved, 0.0,
+            lambda a=(y, h, post, comb): ops.PLAIN.expand(*a),
+            lambda a=(y, h, post, comb): fast.expand(*a),
+        )  # fmt: skip
+
+
 class Limits:
     """Best read bandwidth (bytes/s) and GEMM peak (FLOP/s) seen so far."""
 
@@ -191,7 +241,7 @@ def main() -> None:
     rows, limits = [], Limits()
     with tempfile.TemporaryDirectory() as room, torch.no_grad():
         fast = cpu_ops(args.build or Path(room))
-        for kind in (products, experts, attention):
+        for kind in (products, experts, attention, indexing, streams):
             for case in kind(cfg, fast):
                 if args.only not in case.name:
                     continue

@@ -371,6 +371,23 @@ def test_a_step_on_the_kernels_is_one_graph(fast: Ops) -> None:
 # The whole step.
 
 
+@torch.no_grad()
+def test_threads_do_not_change_a_bit(fast: Ops) -> None:
+    """Logits of steps on 1, 2 and 3 threads: all kernels, split in different ways."""
+    cfg = tiny.short("wchc", 1, sinkhorn=3)
+    params = prepare(tiny.params(cfg, 3, BF16), cfg)
+    (ids,) = tiny.tokens(cfg, 1, 40)
+    before, made = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            made.append(logits_of(cfg, params, fast, ids))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @torch.no_grad()
 def test_a_model_on_the_kernels(fast: Ops, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4 import index, layer, model, quant
+from dsv4 import index, layer, model, ops, quant
 from dsv4.batch import Batch
 from dsv4.context import Ctx
 from dsv4.params import Attention
@@ -75,6 +75,13 @@ def test_the_choice_equals_the_text(block: int, qat: bool) -> None:
     assert kept[-1] != list(range(LENGTH // 4 - CFG.index_topk, LENGTH // 4))  # nor the newest
 
 
+def _scores(iq: Tensor, w: Tensor, keys_UEJ: Tensor, batch: Batch) -> Tensor:
+    """Scores of the same entries for every query of a block, all visible."""
+    rows = torch.arange(keys_UEJ[..., 0].numel()).reshape(keys_UEJ.shape[:2])
+    visible = torch.ones(*batch.blocks.shape, rows.shape[1], dtype=torch.bool)
+    return ops.scores(iq, w, ops.Keys(keys_UEJ.flatten(0, 1), rows, visible), batch.blocks)
+
+
 def test_scores_by_hand() -> None:
     """relu before the weight, which may be negative; the sum is over heads."""
     s = _stage(Ctx(CFG), 4)
@@ -84,7 +91,7 @@ def test_scores_by_hand() -> None:
     w[:, 0], w[:, 9] = -3.0, 0.5
     keys = torch.zeros(11, 3, CFG.index_dim, dtype=F64)
     keys[:, 0, 0], keys[:, 1, 1], keys[:, 2, 0] = 1.0, 4.0, -1.0
-    got = index.scores(iq, w, keys, s.batch)
+    got = _scores(iq, w, keys, s.batch)
     assert got.shape == (11, 4, 3)
     # -3 relu(2), 0.5 relu(4), -3 relu(-2)
     assert torch.equal(got[0, 0], torch.tensor([-6.0, 2.0, 0.0], dtype=F64))
@@ -144,6 +151,6 @@ def test_hadamard_leaves_unrounded_scores() -> None:
     assert s.p.indexer is not None
     q, w = index.queries(s.p.indexer, s.x, s.qr, s.site)
     keys = torch.randn(11, 5, CFG.index_dim, dtype=F64)
-    plain = index.scores(q, w, keys, s.batch)
-    turned = index.scores(quant.hadamard(q), w, quant.hadamard(keys), s.batch)
+    plain = _scores(q, w, keys, s.batch)
+    turned = _scores(quant.hadamard(q), w, quant.hadamard(keys), s.batch)
     torch.testing.assert_close(plain, turned, rtol=0, atol=1e-12)
