@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Contestant(Protocol):
         ...
 
     def run(self) -> dict[str, float]:
-        """Seconds of one sample: `step_s`, and others for the record."""
+        """One sample, as `sample` makes it."""
         ...
 
     def release(self) -> None:
@@ -109,8 +109,24 @@ class Remote:
             self._process.wait()
 
 
-def timed(fn: Any) -> float:
+def timed(fn: Callable[[], object]) -> float:
     """Wall time of one call."""
     begin = time.perf_counter()
     fn()
     return time.perf_counter() - begin
+
+
+def sample(steps: Callable[[], list[float]]) -> dict[str, float]:
+    """One sample of steps that return their seconds, per step.
+
+    `step_s`: mean of those; `whole_s`: with all that happens around them; `cores`: processor time
+    of this process over wall time, to see that nobody runs on fewer cores than the others.
+    """
+    cpu, begin = time.process_time(), time.perf_counter()
+    seconds = steps()
+    whole_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    return {
+        "step_s": sum(seconds) / len(seconds),
+        "whole_s": whole_s / len(seconds),
+        "cores": cpu_s / whole_s,
+    }

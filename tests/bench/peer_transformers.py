@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 
 from tests.bench.case import STEPS, Case
-from tests.bench.contestant import reserve_output, serve, timed
+from tests.bench.contestant import reserve_output, sample, serve, timed
 
 FILL = 1024  # tokens
 
@@ -24,12 +24,13 @@ class Transformers:
 
     def __init__(self, directory: str) -> None:
         """Load the checkpoint."""
-        self.model, told = DeepseekV4ForCausalLM.from_pretrained(
+        loaded: Any = DeepseekV4ForCausalLM.from_pretrained(
             directory,
             dtype=torch.bfloat16,
             attn_implementation="eager",
             output_loading_info=True,
         )
+        self.model, told = loaded
         wrong = {k: v for k, v in told.items() if v}
         if wrong:
             raise ValueError(f"transformers did not load {directory} whole: {wrong}")
@@ -72,7 +73,8 @@ class Transformers:
             for start in range(0, case.tokens, FILL):
                 self._forward(self._ids(1, min(FILL, case.tokens - start)), self._cache)
             if case.batch > 1:
-                self._cache.reorder_cache(torch.zeros(case.batch, dtype=torch.long))
+                first: Any = torch.zeros(case.batch, dtype=torch.long)
+                self._cache.reorder_cache(first)
         return None
 
     @torch.no_grad()
@@ -82,11 +84,11 @@ class Transformers:
         assert case is not None
         if not case.decode:
             ids, cache = self._ids(1, case.tokens), DynamicCache(config=self.model.config)
-            return {"step_s": timed(lambda: self._forward(ids, cache))}
-        cache = self._cache
-        assert cache is not None
-        ids = self._ids(STEPS, case.batch, 1)
-        return {"step_s": sum(timed(lambda x=x: self._forward(x, cache)) for x in ids) / STEPS}
+            return sample(lambda: [timed(lambda: self._forward(ids, cache))])
+        held = self._cache
+        assert held is not None
+        steps = self._ids(STEPS, case.batch, 1)
+        return sample(lambda: [timed(lambda x=x: self._forward(x, held)) for x in steps])
 
     def release(self) -> None:
         """See `Contestant`."""

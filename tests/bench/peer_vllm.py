@@ -7,6 +7,7 @@ prefill and prefix caching off, so each prompt is one step.
 """
 
 import argparse
+import importlib
 import os
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tests.bench import vllm_kernels
 from tests.bench.case import STEPS, Case
-from tests.bench.contestant import reserve_output, serve
+from tests.bench.contestant import reserve_output, sample, serve
 
 FILL_S = 300.0  # what a context may cost to compute
 
@@ -26,11 +27,11 @@ class Vllm:
 
     def __init__(self, directory: str, longest: int, seqs: int, eager: bool) -> None:
         """Load the checkpoint into an engine for `seqs` sequences of `longest` tokens."""
-        from vllm import LLM, SamplingParams
-
+        vllm: Any = importlib.import_module("vllm")
+        self.version = vllm.__version__
         self.done = vllm_kernels.apply()
-        self.sampling = SamplingParams
-        llm: Any = LLM(
+        self.sampling = vllm.SamplingParams
+        llm = vllm.LLM(
             directory,
             dtype="bfloat16",
             skip_tokenizer_init=True,
@@ -62,12 +63,10 @@ class Vllm:
 
     def hello(self) -> dict[str, Any]:
         """See `Contestant`."""
-        import vllm
-
         config = self.engine.vllm_config
         mode = config.compilation_config.mode
         return {
-            "versions": f"vLLM {vllm.__version__}, torch {torch.__version__}",
+            "versions": f"vLLM {self.version}, torch {torch.__version__}",
             "threads": torch.get_num_threads(),
             "how": f"compilation mode {getattr(mode, 'name', mode)}, max_model_len "
             f"{config.model_config.max_model_len}, caches in fp8, whole prompts",
@@ -81,11 +80,10 @@ class Vllm:
         self.engine.add_request(name, {"prompt_token_ids": ids}, params)
         return name
 
-    def _step(self) -> dict[str, float]:
-        """One step of the engine: seconds of the model, and of everything."""
-        begin = time.perf_counter()
+    def _step(self) -> float:
+        """One step of the engine: seconds from the model's forward to its logits."""
         self.engine.step()
-        return {"step_s": self.end_s - self.begin_s, "engine_s": time.perf_counter() - begin}
+        return self.end_s - self.begin_s
 
     def _ids(self, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.count)
@@ -102,7 +100,7 @@ class Vllm:
         return torch.stack(out)
 
     def prepare(self, case: Case) -> str | None:
-        """See `Contestant`. Sequences draw their tokens, so that they choose experts of their own."""
+        """See `Contestant`. Sequences draw their tokens: they choose experts of their own."""
         self._case = case
         if not case.decode:
             return None
@@ -128,9 +126,7 @@ class Vllm:
         assert case is not None
         if not case.decode:
             self._add(self._ids(case.tokens), max_tokens=1)
-            return self._step()
-        steps = [self._step() for _ in range(STEPS)]
-        return {key: sum(s[key] for s in steps) / STEPS for key in steps[0]}
+        return sample(lambda: [self._step() for _ in range(STEPS if case.decode else 1)])
 
     def release(self) -> None:
         """See `Contestant`."""

@@ -9,13 +9,16 @@ model's forward to its logits.
 Arguments follow the kernels' own, in order; strides and Triton block sizes are not needed.
 """
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def token_request(query_start: Tensor, out: Tensor, reqs: int, mapped: int, tokens: int, **_) -> None:
+def token_request(
+    query_start: Tensor, out: Tensor, reqs: int, mapped: int, tokens: int, **_
+) -> None:
     """Request of each token."""
     t = torch.arange(tokens, dtype=query_start.dtype)
     req = torch.searchsorted(query_start[1 : reqs + 1].contiguous(), t, right=True)
@@ -139,11 +142,10 @@ def chunk_metadata(
 
 def apply() -> list[str]:
     """Supply what is missing; what was done, for the benchmark's output."""
-    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
-    from vllm.triton_utils.dispatcher import register_kernels
-    from vllm.v1.attention.backends.mla import sparse_swa
-
     backends = "vllm.v1.attention.backends.mla"
+    dispatcher: Any = importlib.import_module("vllm.triton_utils.dispatcher")
+    cpu: Any = importlib.import_module("vllm.models.deepseek_v4.cpu.cpu_mla")
+    shared: Any = importlib.import_module(f"{backends}.sparse_swa")
     kernels = {
         "vllm.v1.attention.ops.metadata._token_request_mapping_kernel": token_request,
         f"{backends}.compressor_utils.CompressedSlotMappingKernel.kernel": compressed_slots,
@@ -151,12 +153,12 @@ def apply() -> list[str]:
         f"{backends}.sparse_swa.ComputePrefillMetadataKernel.kernel": gather_lengths,
         f"{backends}.indexer.BuildPrefillChunkMetadataKernel.kernel": chunk_metadata,
     }
-    register_kernels(kernels)
-    builder: Any = DeepseekV4CPUSparseSWAMetadataBuilder
+    dispatcher.register_kernels(kernels)
+    builder = cpu.DeepseekV4CPUSparseSWAMetadataBuilder
     lacking = builder.build_tile_scheduler
 
     def complete(self: Any, num_decode_tokens: int) -> dict[str, Any]:
-        keys = (sparse_swa._LAYER_TYPE_C1A, sparse_swa._LAYER_TYPE_C2A)
+        keys = (shared._LAYER_TYPE_C1A, shared._LAYER_TYPE_C2A)
         return {**dict.fromkeys(keys), **lacking(self, num_decode_tokens)}
 
     builder.build_tile_scheduler = complete
