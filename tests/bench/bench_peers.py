@@ -1,6 +1,6 @@
 """Our speed on the CPU against what a user would pick instead, and against the machine's limits.
 
-    python -m tests.bench.bench_peers [--config bench_100m ...] [--cases short|default|full|CASE ...]
+    python -m tests.bench.bench_peers [--config NAME ...] [--cases short|default|full|CASE ...]
         [--vllm-python PATH] [--backend eager] [--threads 2] [--rounds 5] [--json FILE]
 
 Peers: vLLM's own CPU DeepSeek V4 (from the virtual environment whose python `--vllm-python` names)
