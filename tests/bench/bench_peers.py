@@ -154,7 +154,17 @@ def check(
     return found, controls
 
 
-def measure(remotes: dict[str, Remote], case: Case, rounds: int) -> Timing:
+def one(remote: Remote, quiet_s: float) -> dict[str, float]:
+    """One sample, and how many cores other processes used meanwhile."""
+    machine.wait_quiet(quiet_s)
+    before, begin = machine.busy_s(), time.perf_counter()
+    found = remote.ask("run")
+    wall_s = time.perf_counter() - begin
+    own_s = found["cpu_s"]
+    return {**found, "others": max(0.0, machine.busy_s() - before - own_s) / wall_s}
+
+
+def measure(remotes: dict[str, Remote], case: Case, rounds: int, quiet_s: float) -> Timing:
     """Time one case: a warm-up of each, then rounds in turn, a different one first each time."""
     absent, ready = {}, []
     for name, remote in remotes.items():
@@ -168,7 +178,7 @@ def measure(remotes: dict[str, Remote], case: Case, rounds: int) -> Timing:
     for i in range(rounds):
         for name in (*ready[i % len(ready) :], *ready[: i % len(ready)]):
             time.sleep(REST_S)
-            samples[name].append(remotes[name].ask("run"))
+            samples[name].append(one(remotes[name], quiet_s))
     for name in ready:
         remotes[name].ask("release")
     return Timing(case=case, samples=samples, absent=absent)
@@ -195,7 +205,7 @@ def bench(name: str, cases: list[Case], args: argparse.Namespace, folder: Path) 
                 remotes.pop(peer).close()
         timings = []
         for case in cases:
-            timings.append(measure(remotes, case, args.rounds))
+            timings.append(measure(remotes, case, args.rounds, args.quiet))
             limits = limits.best(machine.measure(DTYPE, tries=1))
             print(f"  {name} {case.name} done", file=sys.stderr)
     return Report(
@@ -245,7 +255,12 @@ def show(report: Report, args: argparse.Namespace) -> None:
         print(f"- {name}: {agreement.line()}")
     for name, distance in report.controls.items():
         print(f"- for comparison, {name}: distance {distance:.4f}")
-    print(f"\nTokens/s, medians of {args.rounds} rounds; ratio = ours over peer (least .. most).\n")
+    others = [s["others"] for t in report.timings for own in t.samples.values() for s in own]
+    print(f"\nTokens/s, medians of {args.rounds} rounds; ratio = ours over peer (least .. most).")
+    print(
+        f"Meanwhile other processes used {statistics.median(others):.1f} cores (median of samples; "
+        f"most {max(others):.1f}).\n"
+    )
     print("| | ours | vLLM CPU | ratio | transformers | ratio | of the machine's limit |")
     print("|---|---|---|---|---|---|---|")
     for timing in report.timings:
@@ -297,6 +312,9 @@ def options() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--block", type=int, default=16, help="ours: tokens per query block")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quiet", type=float, default=0.0, metavar="S", help="wait so long for an idle machine"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     args = parser.parse_args()
     try:

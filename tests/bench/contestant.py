@@ -119,8 +119,9 @@ def timed(fn: Callable[[], object]) -> float:
 def sample(steps: Callable[[], list[float]]) -> dict[str, float]:
     """One sample of steps that return their seconds, per step.
 
-    `step_s`: mean of those; `whole_s`: with all that happens around them; `cores`: processor time
-    of this process over wall time, to see that nobody runs on fewer cores than the others.
+    `step_s`: mean of those; `whole_s`: with all that happens around them; `cpu_s`: processor time
+    of this process in all of them; `cores`: that over wall time, to see that nobody runs on fewer
+    cores than the others.
     """
     cpu, begin = time.process_time(), time.perf_counter()
     seconds = steps()
@@ -128,5 +129,6 @@ def sample(steps: Callable[[], list[float]]) -> dict[str, float]:
     return {
         "step_s": sum(seconds) / len(seconds),
         "whole_s": whole_s / len(seconds),
+        "cpu_s": cpu_s,
         "cores": cpu_s / whole_s,
     }

@@ -4,7 +4,9 @@ Each is the best of several ways and tries, so that a share of it is never flatt
 """
 
 import dataclasses
+import os
 import platform
+import time
 from pathlib import Path
 
 import torch
@@ -52,3 +54,21 @@ def describe() -> str:
     known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
     name = models[0] if models else platform.processor() or platform.machine()
     return f"{name}, {len(models) or '?'} cores, {' '.join(known) or 'no known vector units'}"
+
+
+def busy_s() -> float:
+    """Processor seconds that all processes of this machine have used so far."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_quiet(limit_s: float, allowed: float = 0.2, look_s: float = 0.5) -> bool:
+    """Wait until others use fewer than `allowed` cores; whether that came within `limit_s`."""
+    end = time.perf_counter() + limit_s
+    while time.perf_counter() < end:
+        before = busy_s()
+        time.sleep(look_s)
+        if (busy_s() - before) / look_s < allowed:
+            return True
+    return limit_s == 0

@@ -49,10 +49,9 @@ def counted(cfg: Config, position: int) -> tuple[int, int, int]:
     return counter.get_total_flops(), keys, scores
 
 
-@pytest.mark.parametrize("position", [0, 31, 255, 300])
+@pytest.mark.parametrize("position", [130, 255, 256, 300])
 def test_flops_of_one_token_are_those_torch_counts(position: int) -> None:
     cfg = dataclasses.replace(CFG, index_topk=64)
-    position = min(position, cfg.max_positions - 1)
     total, keys, scores = counted(cfg, position)
     own = work.linear_flops(cfg, position) + work.stream_flops(cfg) + work.logits_flops(cfg)
     scoring = [work.scored(cfg, plan, position) for plan in cfg.plans]
