@@ -257,6 +257,12 @@ def show(report: Report, args: argparse.Namespace) -> None:
         print(f"- for comparison, {name}: distance {distance:.4f}")
     others = [s["others"] for t in report.timings for own in t.samples.values() for s in own]
     print(f"\nTokens/s, medians of {args.rounds} rounds; ratio = ours over peer (least .. most).")
+    used = {
+        name: statistics.median(s["cores"] for t in report.timings for s in t.samples.get(name, []))
+        for name in report.told
+        if any(name in t.samples for t in report.timings)
+    }
+    print("Cores used: " + ", ".join(f"{name} {n:.1f}" for name, n in used.items()) + ".")
     print(
         f"Meanwhile other processes used {statistics.median(others):.1f} cores (median of samples; "
         f"most {max(others):.1f}).\n"
