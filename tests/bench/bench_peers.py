@@ -37,10 +37,11 @@ from tests.bench.contestant import Remote
 from tests.bench.machine import Limits
 from tests.bench.peer_vllm import environment
 
-PROMPT, TOKEN, STEPS = 700, 77, 5  # of the check: two chunks of entries, and a group boundary
+TOKEN, STEPS = 77, 5  # of the check: past the boundary of a group
 SETS = {"short": SHORT, "default": DEFAULT, "full": FULL}
 REST_S = 0.2  # between contestants, so that threads of the last one are asleep
 DTYPE = torch.bfloat16
+Check = tuple[dict[str, Agreement], dict[str, float]]  # by contestant, and by control
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,14 @@ class Report:
     cfg: Config
     told: dict[str, dict[str, Any]]
     missing: dict[str, str]  # contestants that did not start or do not agree, and why
-    agreements: dict[str, Agreement]
-    controls: dict[str, float]
+    checks: dict[int, Check]  # by tokens of the prompt
     timings: list[Timing]
     limits: Limits
+
+
+def checked(cases: list[Case]) -> list[int]:
+    """Tokens of the prompts of the check; with long cases also one in which the indexer chooses."""
+    return [700, 2300] if longest(cases) > 2304 else [700]
 
 
 def checkpoint(cfg: Config, folder: Path) -> None:
@@ -101,7 +106,8 @@ def start(args: argparse.Namespace, folder: Path, cases: list[Case]) -> dict[str
     remotes = {"ours": remote("ours", sys.executable, *own)}
     if args.vllm_python:
         most = max(c.batch for c in cases)
-        room = ["--longest", str(longest(cases)), "--seqs", str(most)]
+        most_tokens = max(longest(cases), checked(cases)[-1] + STEPS + 1)
+        room = ["--longest", str(most_tokens), "--seqs", str(most)]
         more = environment(args.threads, str(folder / "scratch"))
         remotes["vllm"] = remote("vllm", args.vllm_python, *room, more=more)
     remotes["transformers"] = remote("transformers", sys.executable, "--threads", threads)
@@ -122,12 +128,10 @@ def greet(remotes: dict[str, Remote], missing: dict[str, str]) -> dict[str, dict
     return told
 
 
-def check(
-    remotes: dict[str, Remote], cfg: Config, folder: Path
-) -> tuple[dict[str, Agreement], dict[str, float]]:
+def check(remotes: dict[str, Remote], cfg: Config, folder: Path, length: int) -> Check:
     """Agreement of each contestant, and distances of things that must not pass."""
     generator = torch.Generator().manual_seed(3)
-    prompt = torch.randint(2, cfg.vocab, (PROMPT,), generator=generator).tolist()
+    prompt = torch.randint(2, cfg.vocab, (length,), generator=generator).tolist()
     asked = {"prompt": prompt, "token": TOKEN, "steps": STEPS}
 
     def logits(name: str, method: str = "logits", **more: Any) -> torch.Tensor:
@@ -144,7 +148,7 @@ def check(
     for name in remotes:
         rounded = name == "vllm"  # its CPU kernels know fp8 caches only
         found[name] = agree.compare(logits(name), exact[rounded], noise[rounded], rounded)
-    half = PROMPT // 2
+    half = length // 2
     reversed_half = [*prompt[:half][::-1], *prompt[half:]]
     other = reference("float32", False, prompt=reversed_half)
     controls = {
@@ -196,13 +200,17 @@ def bench(name: str, cases: list[Case], args: argparse.Namespace, folder: Path) 
         for remote in remotes.values():
             stack.callback(remote.close)
         told = greet(remotes, missing)
-        agreements, controls = check(remotes, cfg, folder)
-        if not agreements["ours"].holds:
-            raise RuntimeError(f"our own model is wrong: {agreements['ours'].line()}")
-        for peer, agreement in agreements.items():
-            if not agreement.holds:
-                missing[peer] = f"not timed: distance {agreement.distance:.3f}"
-                remotes.pop(peer).close()
+        checks = {length: check(remotes, cfg, folder, length) for length in checked(cases)}
+        for agreements, _ in checks.values():
+            for who, agreement in agreements.items():
+                if agreement.holds:
+                    continue
+                if who == "ours":
+                    raise RuntimeError(f"our own model is wrong: {agreement.line()}")
+                missing[who] = f"not timed: distance {agreement.distance:.3f}"
+        for who in missing:
+            if who in remotes:
+                remotes.pop(who).close()
         timings = []
         for case in cases:
             timings.append(measure(remotes, case, args.rounds, args.quiet))
@@ -213,8 +221,7 @@ def bench(name: str, cases: list[Case], args: argparse.Namespace, folder: Path) 
         cfg=cfg,
         told=told,
         missing=missing,
-        agreements=agreements,
-        controls=controls,
+        checks=checks,
         timings=timings,
         limits=limits,
     )
@@ -250,11 +257,12 @@ def show(report: Report, args: argparse.Namespace) -> None:
             print(f"  - made to run: {line}")
     for name, why in report.missing.items():
         print(f"- {name}: {why}")
-    print(f"\nLogits after {PROMPT} tokens and {STEPS} more, against ours in float32:\n")
-    for name, agreement in report.agreements.items():
-        print(f"- {name}: {agreement.line()}")
-    for name, distance in report.controls.items():
-        print(f"- for comparison, {name}: distance {distance:.4f}")
+    for length, (agreements, controls) in report.checks.items():
+        print(f"\nLogits after {length:,} tokens and {STEPS} more, against ours in float32:\n")
+        for name, agreement in agreements.items():
+            print(f"- {name}: {agreement.line()}")
+        for name, distance in controls.items():
+            print(f"- for comparison, {name}: distance {distance:.4f}")
     others = [s["others"] for t in report.timings for own in t.samples.values() for s in own]
     print(f"\nTokens/s, medians of {args.rounds} rounds; ratio = ours over peer (least .. most).")
     used = {
@@ -301,8 +309,10 @@ def record(report: Report) -> dict[str, Any]:
         "limits": dataclasses.asdict(report.limits),
         "contestants": report.told,
         "missing": report.missing,
-        "agreement": {n: dataclasses.asdict(a) for n, a in report.agreements.items()},
-        "controls": report.controls,
+        "checks": {
+            length: {"controls": controls, **{n: dataclasses.asdict(a) for n, a in found.items()}}
+            for length, (found, controls) in report.checks.items()
+        },
         "cases": rows,
     }
 
@@ -347,5 +357,5 @@ def main() -> None:
         args.json.write_text(json.dumps(records, indent=1))
 
 
-if __name__ == "__main__":
+if __who_ == "__main__":
     main()
