@@ -357,5 +357,5 @@ def main() -> None:
         args.json.write_text(json.dumps(records, indent=1))
 
 
-if __who_ == "__main__":
+if __name__ == "__main__":
     main()
