@@ -29,7 +29,7 @@ THIRD_PARTY = {
     "torch_npu": ("compiler/torchair*",),
     "torchair": ("compiler/torchair*",),
     "transformers": ("registry/*", "tools/*", "tests/*"),
-    "vllm": ("registry/vllm_*",),
+    "vllm": ("registry/vllm_*", "tests/*"),
 }
 READS_ENVIRONMENT = ("registry/vllm_*",)
 PRINTS = ("registry/cli*.py",)
