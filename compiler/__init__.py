@@ -10,8 +10,8 @@ the same for an Ascend NPU, proved without one by `tools.graph` as far as that g
 shape; `programs.py` sends each batch to its program. `key.py` and `key_parts.py` say what a program
 was made from, `store*.py` keep it on disk.
 
-Imports `dsv4` only: it knows nothing of requests, and `runtime` knows nothing of it. Donation (pools
-written in place) happens here and nowhere else.
+Imports `dsv4` only: it knows nothing of requests, and `runtime` knows nothing of it. Donation
+(pools written in place) happens here and nowhere else.
 
 Decisions
 ---------

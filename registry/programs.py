@@ -47,7 +47,7 @@ def room(
 
 def compile_model(
     model: CompiledModel,
-    asked: Room,
+    asked: Room | Ladder,
     store: Store,
     *,
     page_tokens: int,
@@ -56,23 +56,24 @@ def compile_model(
 ) -> CompiledModel:
     """The model with a program for every bucket of `asked`: from `store`, or compiled and kept.
 
-    A model whose backend does not compile is returned as it is. Drafts are compiled if `asked`
-    has rows for them.
+    A model whose backend does not compile is returned as it is. Drafts are compiled if the room
+    has rows for them. With `strict`, a step of any other shape is an error later on.
     """
     make = model.backend.compile
     if make is None:
         return model
-    depth = asked.rows - 1
+    steps_of = asked if isinstance(asked, Ladder) else ladder(asked)
+    depth = steps_of.room.rows - 1
     parts = process_parts(model.backend.name, make.version(), cxx=make.cxx())
     probe = make.probe
     if probe is not None:
         store.use(Key.of({"step": "probes of the CPU"}, parts), lambda entry: probe(entry.files))
     example = _Example(model, served(model.cfg, depth), depth, page_tokens, store, parts)
-    steps = Programs(ladder(asked), example.seal_step, strict=strict)
+    steps = Programs(steps_of, example.seal_step, strict=strict)
     made = [steps]
     drafts = None
     if depth:
-        drafts = Programs(_draft_ladder(asked), example.seal_draft, strict=strict)
+        drafts = Programs(_draft_ladder(steps_of.room), example.seal_draft, strict=strict)
         made.append(drafts)
     total = sum(len(p.ladder.buckets) for p in made)
     for programs in made:

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiler.ladder import ladder
+from compiler.store import Store
 from dsv4 import model as pure
-from dsv4.batch import Batch
+from dsv4.batch import Batch, Need, Shape, shape_of
 from dsv4.context import Ctx
 from dsv4.state import Pools, PoolSizes, init_pools, pool_spec
 from dsv4.tree import tmap
 from registry.build import build
 from registry.model import CompiledModel
+from registry.programs import compile_model, room
 from runtime.assemble import Row, assemble
 from tests.bench.case import STEPS, Case
 from tests.bench.contestant import reserve_output, sample, serve, timed
@@ -48,8 +51,33 @@ def row(case: Case, index: int, start: int, tokens: list[int]) -> Row:
     return Row(tokens, start, index + 1, history, window, window_start=first)
 
 
+def programmed(model: CompiledModel, case: Case, chunk: int, block: int) -> CompiledModel:
+    """The model with the programs that the steps of a case take; itself if it has none."""
+    size = sizes(case)
+    asked = room(model.cfg, size, chunk=min(chunk, case.tokens), block=block)
+    asked = dataclasses.replace(asked, seqs=case.batch, window=width(case))
+    rungs = ladder(asked)
+    steps = batches(
+        dataclasses.replace(model, fit=lambda need: rungs.pick(need).shape), case, chunk, block
+    )
+    shapes = {shape_of(batch) for batch in steps}
+    only = tuple(b for b in rungs.buckets if b.shape in shapes)
+    store = Store(Store.default_root())
+    return compile_model(
+        model, dataclasses.replace(rungs, buckets=only), store, page_tokens=size.page_tokens
+    )
+
+
+def width(case: Case) -> int:
+    """Columns of the window table."""
+    return WIDTH if case.decode else -(-(case.tokens + 16) // PAGE)
+
+
 def batches(model: CompiledModel, case: Case, chunk: int, block: int) -> list[Batch]:
-    """The steps of one prompt, or sixteen decode steps at consecutive positions."""
+    """The steps of one prompt, or sixteen decode steps at consecutive positions.
+
+    Padded to the shapes of programs, if the model has them.
+    """
     generator = torch.Generator().manual_seed(1)
     made = []
 
@@ -63,8 +91,31 @@ def batches(model: CompiledModel, case: Case, chunk: int, block: int) -> list[Ba
     for start, count in steps:
         rows = [row(case, i, start, ids(count)) for i in range(case.batch)]
         z = 1 if case.decode else min(block, count)
-        made.append(assemble(rows, model.cfg, page_tokens=PAGE, block=z))
+        made.append(padded(model, case, rows, z))
     return made
+
+
+def padded(model: CompiledModel, case: Case, rows: list[Row], block: int) -> Batch:
+    """The batch of some rows, in the shape of a program if there are programs."""
+    shape = Shape(window=width(case))
+    if model.fit is not None:
+        counts = [len(r.tokens) for r in rows]
+        ends = [r.start + len(r.tokens) for r in rows]
+        shape = model.fit(
+            Need(
+                decode=case.decode,
+                tokens=sum(counts),
+                seqs=len(rows),
+                wanted=len(rows),
+                closes=tuple(
+                    sum(e // rate - r.start // rate for r, e in zip(rows, ends, strict=True))
+                    for rate in model.cfg.rates
+                ),
+                history=-(-max(ends) // PAGE),
+                window=width(case),
+            )
+        )
+    return assemble(rows, model.cfg, page_tokens=PAGE, block=shape.block or block, shape=shape)
 
 
 def filled(model: CompiledModel, case: Case) -> Pools:
@@ -116,7 +167,7 @@ class Ours:
         return {
             "versions": f"torch {torch.__version__}",
             "threads": torch.get_num_threads(),
-            "how": f"backend {self.model.backend}, prefill in {whole}, blocks of {self.block}",
+            "how": f"backend {self.model.backend.name}, prefill in {whole}, blocks of {self.block}",
             "workarounds": [],
         }
 
@@ -153,7 +204,8 @@ class Ours:
     def prepare(self, case: Case) -> str | None:
         """See `Contestant`."""
         self._case = case
-        self._run = ours(self.model, case, self.chunk, self.block)
+        model = programmed(self.model, case, self.chunk, self.block)
+        self._run = ours(model, case, self.chunk, self.block)
         return None
 
     @torch.no_grad()
