@@ -1,7 +1,7 @@
 // Attention with one key/value row per token, shared by all heads.
 //
-// A task is one block of queries (or one query, where each has keys of its own) with some of its
-// rows (query, head). Keys that no query of the task sees are left out, the others stay in order:
+// A task is one block of queries (or one query, where each has keys of its own or sees few of the
+// block's) with some of its rows (query, head). Keys that no query of the task sees are left out, the others stay in order:
 // they add exact zeros for the queries that do not see them. So a query's result does not depend on
 // the block it stands in, on padding of the tables, or on the number of threads.
 #pragma once
@@ -13,6 +13,7 @@
 namespace dsv4 {
 
 constexpr int64_t kRowsAtOnce = 8 * kRows;  // bounds the logits held at a time
+constexpr int64_t kAhead = 16;              // keys fetched before they are needed
 constexpr int kMixRows = 12, kMixed = 2;    // rows and vectors of values of a tile
 
 // Rows of a pool: [U, S] shared by a block, or [U, Z, S] of each query; visible [U, Z, S].
@@ -47,6 +48,7 @@ inline void mix(const float* const* p, const typename E::type* const* v, int64_t
     vf b[kMixed];
 #pragma GCC unroll 2
     for (int j = 0; j < kMixed; ++j) b[j] = E::widen(v[s] + c + j * kLanes, kLanes);
+    __builtin_prefetch(v[s + kAhead] + c);  // rows are far apart: the processor cannot guess them
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       float a = p[m][s];
@@ -172,7 +174,7 @@ void attend_places(const Queries<E>& in, const KeyRows<E>* sources, const int64_
                    int64_t num_places, int64_t part, int64_t parts,
                    typename E::type* const* out) {
   using T = typename E::type;
-  int64_t most = sources[0].count + sources[1].count + kLanes, u = places[0] / in.z;
+  int64_t most = sources[0].count + sources[1].count + kLanes + kAhead, u = places[0] / in.z;
   const T** keys = scratch<const T*, 4>(most);
   int32_t* mask = scratch<int32_t, 5>(num_places * most);
   int64_t n = 0;
@@ -190,15 +192,38 @@ void attend_places(const Queries<E>& in, const KeyRows<E>* sources, const int64_
   int64_t wide_keys = (n + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 1; i < num_places; ++i)
     std::memmove(mask + i * wide_keys, mask + i * most, wide_keys * sizeof(int32_t));
-  for (int64_t i = n; i < wide_keys; ++i) keys[i] = nullptr;
+  for (int64_t i = n; i < most; ++i) keys[i] = nullptr;
   int64_t units = (in.width + E::per - 1) / E::per;
   vu* panels = scratch<vu, 6>(wide_keys / kLanes * units);
   for (int64_t p = 0; p < wide_keys / kLanes; ++p)
-    fill_panel<E>(keys + p * kLanes, in.width, panels + p * units);
+    fill_panel<E>(keys + p * kLanes, in.width, panels + p * units,
+                  (p + 1) * kLanes < wide_keys ? keys + (p + 1) * kLanes : nullptr);
   Scene<E> scene{in, places, keys, panels, mask, n, wide_keys};
   int64_t rows = num_places * in.heads, end = rows * (part + 1) / parts;
   for (int64_t r = rows * part / parts; r < end; r += kRowsAtOnce)
     attend_rows<E>(scene, r, std::min(kRowsAtOnce, end - r), out);
+}
+
+// Whether the queries of a block are cheaper one by one, each with the keys it sees, than together
+// with the keys any of them sees. Laying a key out costs about as much as multiplying it with
+// `kLayRows` rows.
+constexpr int64_t kLayRows = 2;
+template <class E>
+bool apart(const Queries<E>& in, const KeyRows<E>* sources, const int64_t* places, int64_t n) {
+  int64_t together = 0, alone = 0;
+  for (int f = 0; f < 2; ++f) {
+    const KeyRows<E>& k = sources[f];
+    uint8_t* any = scratch<uint8_t, 11>(k.count + 1);
+    std::memset(any, 0, k.count);
+    for (int64_t i = 0; i < n; ++i) {
+      const bool* seen = k.visible + places[i] * k.count;
+      int64_t own = 0;
+      for (int64_t s = 0; s < k.count; ++s) own += seen[s], any[s] |= (uint8_t)seen[s];
+      alone += own;
+    }
+    for (int64_t s = 0; s < k.count; ++s) together += any[s];
+  }
+  return alone * (kLayRows + in.heads) < together * (kLayRows + n * in.heads);
 }
 
 // out [T, H, C]: token t takes the result at place[t].
@@ -209,16 +234,19 @@ void attend(const Queries<E>& in, const KeyRows<E>& near, const KeyRows<E>& far,
   int64_t row = in.heads * in.width;
   std::vector<int64_t> owner(in.u * in.z, -1);
   for (int64_t t = tokens - 1; t >= 0; --t) owner[place[t]] = t;
+  const KeyRows<E> sources[2] = {near, far};
   std::vector<int64_t> places, begin{0};  // tasks: runs of places
   std::vector<T*> target;
-  for (int64_t p = 0; p < in.u * in.z; ++p) {
-    if (owner[p] >= 0) places.push_back(p), target.push_back(out + owner[p] * row);
-    bool closes = far.own || near.own || p % in.z == in.z - 1;
-    if (closes && (int64_t)places.size() > begin.back()) begin.push_back(places.size());
+  for (int64_t u = 0; u < in.u; ++u) {
+    for (int64_t p = u * in.z; p < (u + 1) * in.z; ++p)
+      if (owner[p] >= 0) places.push_back(p), target.push_back(out + owner[p] * row);
+    int64_t first = begin.back(), n = (int64_t)places.size() - first;
+    bool each = far.own || near.own || (n > 1 && apart(in, sources, places.data() + first, n));
+    for (int64_t i = 1; each && i < n; ++i) begin.push_back(first + i);
+    if (n) begin.push_back(first + n);
   }
   int64_t count = (int64_t)begin.size() - 1, threads = at::get_num_threads(), parts = 1;
   if (count < 2 * threads) parts = std::max<int64_t>(1, std::min(threads, in.heads / 4));
-  const KeyRows<E> sources[2] = {near, far};
   each_task(count * parts, [&](int64_t task) {
     int64_t b = begin[task / parts], n = begin[task / parts + 1] - b;
     attend_places<E>(in, sources, places.data() + b, n, task % parts, parts, target.data() + b);

@@ -5,11 +5,16 @@
 
 namespace dsv4 {
 
+constexpr int64_t kWorthAThread = 1 << 17;  // bytes of panels read: less takes longer to share out
+
 // A run of panels against a range of tokens is one task. The weight [G, N, K] is in panels.
 template <class E, class Out>
 void product(const typename E::type* x, const typename E::type* w, int64_t tokens, int64_t groups,
              int64_t n, int64_t k, typename Out::type* out) {
-  int64_t units = k / E::per, num_panels = n / kLanes, threads = at::get_num_threads();
+  int64_t units = k / E::per, num_panels = n / kLanes;
+  int64_t work = groups * n * k * (int64_t)sizeof(*w) * ((tokens + kRows - 1) / kRows);
+  int64_t threads =
+      std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), work / kWorthAThread));
   // Enough tasks for every thread to have some to choose from: panels apart, then tokens.
   int64_t bundles = (num_panels + kPanels - 1) / kPanels;
   int64_t together = threads > 1 ? std::max<int64_t>(1, groups * bundles / (4 * threads)) : bundles;
@@ -40,7 +45,7 @@ void product(const typename E::type* x, const typename E::type* w, int64_t token
                         kLanes);
       });
     }
-  });
+  }, threads);
 }
 
 }  // namespace dsv4

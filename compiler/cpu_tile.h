@@ -199,8 +199,10 @@ inline void transpose(vu* r) {
 #undef DSV4_L
 
 // Lays 16 rows of `count` values out as a panel of ceil(count / per) units. Null rows are zero.
+// Meanwhile the 16 rows at `next`, if given, are fetched.
 template <class E>
-inline void fill_panel(const typename E::type* const* rows, int64_t count, vu* panel) {
+inline void fill_panel(const typename E::type* const* rows, int64_t count, vu* panel,
+                       const typename E::type* const* next = nullptr) {
   using T = typename E::type;
   constexpr int64_t step = kLanes * E::per;
   bool whole = true;
@@ -210,6 +212,9 @@ inline void fill_panel(const typename E::type* const* rows, int64_t count, vu* p
     vu r[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) r[i] = load<vu>(rows[i] + k);
+    if (next)
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) __builtin_prefetch(next[i] + k);
     transpose(r);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) panel[k / E::per + i] = r[i];
@@ -247,11 +252,11 @@ struct Weight {
   }
 };
 
-// Runs fn(task) for every task, each on whichever thread is free. Tasks are independent, so who
-// runs one has no influence on any result.
+// Runs fn(task) for every task, each on whichever of at most `most` threads is free. Tasks are
+// independent, so who runs one has no influence on any result.
 template <class Fn>
-inline void each_task(int64_t tasks, Fn fn) {
-  int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), tasks);
+inline void each_task(int64_t tasks, Fn fn, int64_t most = at::get_num_threads()) {
+  int64_t threads = at::in_parallel_region() ? 1 : std::min(most, tasks);
   if (threads <= 1) {
     for (int64_t t = 0; t < tasks; ++t) fn(t);
     return;

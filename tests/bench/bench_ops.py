@@ -129,12 +129,13 @@ def experts(cfg: Config, fast: Ops) -> Iterator[Case]:
 def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
     """Decode of 1 and 8 sequences, and blocks of 16 queries; a window and compressed entries."""
     c, h = cfg.head_dim, cfg.heads
-    for u, z, far, own in (
-        (1, 1, 128, False),
-        (8, 1, 128, False),
-        (8, 1, cfg.index_topk, True),
-        (32, 16, 128, False),
-        (32, 16, cfg.index_topk, True),
+    for u, z, far, own, seen_by in (
+        (1, 1, 128, False, 1.0),
+        (8, 1, 128, False, 1.0),
+        (8, 1, cfg.index_topk, True, 1.0),
+        (32, 16, 128, False, 1.0),
+        (32, 16, cfg.index_topk, True, 1.0),
+        (32, 16, 4 * cfg.index_topk, False, 0.25),
     ):
         near = cfg.window + z - 1
         pools = [
@@ -146,16 +147,17 @@ def attention(cfg: Config, fast: Ops) -> Iterator[Case]:
         keys = (
             Keys(pools[0], torch.arange(u * near).reshape(u, near), seen.contiguous()),
             Keys(pools[1], torch.randint(0, pools[1].shape[0], shape),
-                 torch.ones(u, z, far, dtype=torch.bool)),
+                 torch.rand(u, z, far) < seen_by),
         )  # fmt: skip
         q, sink = torch.randn(u * z, h, c).to(BF16), torch.zeros(h)
         place = torch.arange(u * z)
         spots = (place.reshape(u, z), place)
         read = u * (near + (z * far if own else far)) * c * 2
+        kind = " own" if own else f" seen {seen_by:.0%}"
         yield Case(
-            f"attend U={u} Z={z} far={far}{' own' if own else ''}",
+            f"attend U={u} Z={z} far={far}{kind}",
             read,
-            4.0 * u * z * h * c * (cfg.window + far),
+            4.0 * u * z * h * c * (cfg.window + seen_by * far),
             lambda q=q, k=keys, s=sink, p=spots: ops.attend(q, *k, s, p),
             lambda q=q, k=keys, s=sink, p=spots: fast.attend(q, *k, s, p),
         )

@@ -103,6 +103,23 @@ def test_the_result_does_not_depend_on_the_block(fast: Ops) -> None:
             assert torch.equal(alone[0], together[token])
 
 
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_blocks_of_any_density(fast: Ops, share: float) -> None:
+    """Few visible keys: queries one by one; many: together. Bit-equal to a block of its own."""
+    s = Scene(1, 12, 2, 64, far=60)
+    g = torch.Generator().manual_seed(1)
+    s.far = Keys(s.far.pool_NC, s.far.rows, torch.rand(1, 12, 60, generator=g) < share)
+    s.near = Keys(s.near.pool_NC, s.near.rows, torch.rand(1, 12, 21, generator=g) < share)
+    together, exact = s.run(fast), s.exact()
+    assert ((together - exact).abs() <= 2**-8 * exact.abs() + 4e-6 * exact.abs().max()).all()
+    for z in range(12):
+        token = s.spots[0][0, z : z + 1]
+        keys = (Keys(k.pool_NC, k.rows, k.visible_UZS[:, z : z + 1]) for k in (s.near, s.far))
+        one = torch.zeros(1, dtype=torch.int64)
+        alone = fast.attend(s.q[token], *keys, s.sink, (one[None], one))
+        assert torch.equal(alone[0], together[token[0]])
+
+
 def test_keys_that_nobody_sees_do_not_matter(fast: Ops) -> None:
     """Bit-equal under longer tables, and whatever stands in the rows, NaN included."""
     s = Scene(2, 4, 4, 64)
