@@ -1,4 +1,4 @@
-"""Every step has a bucket, none much larger than it needs, and the bucket always has room for it."""
+"""Every step has a bucket, none much larger than it needs, and it is assembled to it."""
 
 import dataclasses
 import itertools
@@ -136,7 +136,7 @@ def test_waste_is_bounded(asked: Room, decode: bool, data: st.DataObject) -> Non
     rows = data.draw(steps(asked, decode))
     told = need(rows, asked.rates, decode)
     tokens, pages = size(ladder(asked).pick(told))
-    assert pages <= max(FEWEST_PAGES, PAGES_STEP * told.history
+    assert pages <= max(FEWEST_PAGES, PAGES_STEP * told.history)
     if decode:
         each = 1 if told.tokens == told.seqs else asked.rows
         assert tokens <= SEQS_STEP * told.seqs * each
