@@ -28,11 +28,12 @@ def room(
     """What an engine with these options can ask of a step, rounded up to rungs of the ladder.
 
     So that engines of about one size share their programs. Arguments as of `runtime.engine.Engine`,
-    with `sizes.drafts` for the depth of its drafts.
+    with `sizes.drafts` for the depth of its drafts. Raises ValueError for drafts of a model without
+    a draft module.
     """
     rows, most = 1 + sizes.drafts, -(-cfg.max_positions // sizes.page_tokens)
     seqs = _up(sizes.slots - 1, 1, SEQS_STEP)
-    keep = pages.kept_tokens(cfg)
+    keep = pages.kept_tokens(served(cfg, sizes.drafts))
     width = pages.window_width(keep, sizes.page_tokens, pages.reach(chunk, sizes.drafts))
     return Room(
         seqs=seqs,
