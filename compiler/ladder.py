@@ -107,7 +107,7 @@ def ladder(room: Room) -> Ladder:
         _mixed(room, tokens, pages)
         for pages, tokens in itertools.product(widths, rungs(least, room.tokens, TOKENS_STEP))
     ]
-    return Ladder(room, tuple(dict.fromkeys(found)))
+    return Ladder(room, tuple(sorted(dict.fromkeys(found), key=_cost)))
 
 
 def rungs(least: int, most: int, step: int) -> tuple[int, ...]:
@@ -117,6 +117,11 @@ def rungs(least: int, most: int, step: int) -> tuple[int, ...]:
         found.append(least)
         least *= step
     return (*found, most)
+
+
+def _cost(bucket: Bucket) -> tuple[str, int, int]:
+    """Of two buckets of one kind with room for a step, the one with less of this is taken."""
+    return bucket.kind, bucket.shape.history or 0, bucket.shape.tokens or 0
 
 
 def _decode(room: Room, seqs: int, each: int, table: tuple[int, bool]) -> Bucket:

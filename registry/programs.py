@@ -1,6 +1,7 @@
 """From a model whose steps run as they stand to one whose steps are programs."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from compiler.store import Store
 from dsv4 import tree
 from dsv4.batch import blank
 from dsv4.config import Config
-from dsv4.state import Pools, PoolSizes, init_pools
+from dsv4.state import Pools, PoolSizes, init_pools, pool_spec
 from registry.model import CompiledModel
 from runtime import pages
 from runtime.pools import served
@@ -28,11 +29,12 @@ def room(
     """What an engine with these options can ask of a step, rounded up to rungs of the ladder.
 
     So that engines of about one size share their programs. Arguments as of `runtime.engine.Engine`,
-    with `sizes.drafts` for the depth of its drafts.
+    with `sizes.drafts` for the depth of its drafts. Raises ValueError for drafts of a model without
+    a draft module.
     """
     rows, most = 1 + sizes.drafts, -(-cfg.max_positions // sizes.page_tokens)
     seqs = _up(sizes.slots - 1, 1, SEQS_STEP)
-    keep = pages.kept_tokens(cfg)
+    keep = pages.kept_tokens(served(cfg, sizes.drafts))
     width = pages.window_width(keep, sizes.page_tokens, pages.reach(chunk, sizes.drafts))
     return Room(
         seqs=seqs,
@@ -152,15 +154,27 @@ class _Example:
 
         Numbers that are equal here would have to be equal in every engine.
         """
-        sizes = PoolSizes(
-            history_pages=5,
-            window_pages=7,
-            slots=3,
+        # Rows of two kinds are equal for one n at most.
+        sizes = next(s for s in map(self._sizes, itertools.count(3)) if _told_apart(self.cfg, s))
+        embed = self.model.params.embed
+        return init_pools(self.cfg, sizes, embed.dtype, embed.device)
+
+    def _sizes(self, n: int) -> PoolSizes:
+        return PoolSizes(
+            history_pages=n + 2,
+            window_pages=n + 4,
+            slots=n,
             page_tokens=self.page_tokens,
             drafts=self.depth,
         )
-        embed = self.model.params.embed
-        return init_pools(self.cfg, sizes, embed.dtype, embed.device)
+
+
+def _told_apart(cfg: Config, sizes: PoolSizes) -> bool:
+    """Whether pools that grow in different ways have different numbers of rows."""
+    ways: dict[int, set[tuple[str, int]]] = {}
+    for leaf in tree.leaves(pool_spec(cfg, sizes)):
+        ways.setdefault(leaf.shape[0], set()).add((leaf.group, leaf.unit))
+    return all(len(found) == 1 for found in ways.values())
 
 
 def _up(count: int, least: int, step: int) -> int:

@@ -63,6 +63,7 @@ class Model:
 
     cfg: Config
     index: int
+    fit = fit_draft = None  # steps as they stand
 
     @functools.cached_property
     def params(self):
@@ -129,7 +130,11 @@ class Serving(RuleBasedStateMachine):
             "budget": max(chunk, slots * (1 + depth)) + spare,
             "drafts": Drafts(depth=depth, adaptive=adaptive, window=4, rest=3) if depth else None,
         }
-        self.engine = Engine(MODELS[index], self.sizes, **self.made)
+        self.engine = self.opened()
+
+    def opened(self) -> Engine:
+        """The engine of this game."""
+        return Engine(MODELS[self.index], self.sizes, **self.made)
 
     def live(self) -> list[Request]:
         """Those who wait or run."""
@@ -223,10 +228,10 @@ class Serving(RuleBasedStateMachine):
                 assert (tuple(r.output), r.finish) == (output, finish)
 
 
-def machine(examples: int, steps: int) -> None:
+def machine(examples: int, steps: int, game: type[Serving] = Serving) -> None:
     """Play that many games."""
     play(
-        Serving,
+        game,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
