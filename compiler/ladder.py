@@ -111,12 +111,11 @@ def ladder(room: Room) -> Ladder:
 
 
 def rungs(least: int, most: int, step: int) -> tuple[int, ...]:
-    """`least`, `step` times that, and so on, below `most`; then `most`."""
-    found = []
-    while least < most:
-        found.append(least)
-        least *= step
-    return (*found, most)
+    """`most`, a `step`-th of it, and so on, down to between `least` and twice that; ascending."""
+    found = [most]
+    while found[-1] >= 2 * least:
+        found.append(max(-(-found[-1] // step), least))
+    return tuple(reversed(found))
 
 
 def _cost(bucket: Bucket) -> tuple[str, int, int]:

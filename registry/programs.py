@@ -7,7 +7,7 @@ from typing import Any
 
 from compiler.key import Key, digest_of
 from compiler.key_parts import process_parts
-from compiler.ladder import FEWEST_PAGES, PAGES_STEP, SEQS_STEP, Bucket, Ladder, Room, ladder, rungs
+from compiler.ladder import FEWEST_PAGES, PAGES_STEP, SEQS_STEP, Bucket, Ladder, Room, ladder
 from compiler.program import Program, any_rows, seal
 from compiler.programs import Programs
 from compiler.store import Store
@@ -178,5 +178,8 @@ def _told_apart(cfg: Config, sizes: PoolSizes) -> bool:
 
 
 def _up(count: int, least: int, step: int) -> int:
-    """The first rung that reaches `count`."""
-    return next(n for n in rungs(least, count * step, step) if n >= count)
+    """`least`, or the first of `step` times that, and so on, that reaches `count`."""
+    found = least
+    while found < count:
+        found *= step
+    return found

@@ -171,7 +171,7 @@ def test_rungs(least: int, most: int, step: int) -> None:
     assert found[-1] == most
     assert list(found) == sorted(set(found))
     assert all(b <= step * a for a, b in itertools.pairwise(found))
-    assert found[0] == min(least, most)
+    assert min(least, most) <= found[0] < 2 * least or found == (most,)
 
 
 def test_the_ladder_of_a_small_room() -> None:
