@@ -258,6 +258,16 @@ def test_programs_too_small_for_an_engine_are_refused(
         engine_with(room_of, **more)
 
 
+def test_programs_for_drafts_are_refused_without() -> None:
+    """Their pools have a part that those of this engine would lack."""
+    made = real_model.real()
+    sizes = fit(made.cfg, [96] * 2, most=24, page_tokens=8, drafts=2)
+    model, _ = at_program_sizes(made, programs.room(made.cfg, sizes, chunk=24))
+    assert Engine(model, sizes, chunk=24, drafts=Drafts(depth=2)).idle
+    with pytest.raises(ValueError, match=r"made for pools with drafts.*sizes with drafts = 0"):
+        Engine(model, sizes, chunk=24)
+
+
 def test_other_chunks_have_other_window_tables() -> None:
     """Columns are page indices modulo the width, so a wider table is no room for a narrower."""
     made = real_model.real()
