@@ -94,6 +94,11 @@ class Runner:
                 "exact pads every step in one way, and programs have shapes of their own: build "
                 "the model with backend eager for exact, or leave exact out"
             )
+        if model.fit_draft is not None and self._drafts is None:
+            raise ValueError(
+                "the model's programs were made for pools with drafts, and this engine has none: "
+                "give drafts, or make programs for sizes with drafts = 0"
+            )
         for fit, rates, more in ((model.fit, model.cfg.rates, 0), (model.fit_draft, (), 1)):
             if fit is None:
                 continue

@@ -113,6 +113,7 @@ def test_every_step_of_a_room_is_assembled_to_its_bucket(
     bucket = made.pick(told)
     assert has_room(bucket, told)
     block = bucket.shape.block
+    assert block
     assert block == (1 if bucket.kind == "decode" else asked.block)
     batch = assemble_rows(rows, asked.rates, block=block, shape=bucket.shape)
     assert shape_of(batch) == bucket.shape
