@@ -9,6 +9,7 @@
 #include "cpu_hyper.h"
 #include "cpu_index.h"
 #include "cpu_linear.h"
+#include "cpu_rotate.h"
 
 namespace dsv4 {
 
@@ -264,7 +265,33 @@ Tensor expand(const Tensor& y, const Tensor& h, const Tensor& post, const Tensor
   return out;
 }
 
+// cos and sin are x's in their first dims and 1 in the others but the last.
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
+  TORCH_CHECK(fits(x.scalar_type()) && cos.scalar_type() == at::kFloat &&
+                  sin.scalar_type() == at::kFloat,
+              "rows must be bfloat16 or float32, cos and sin float32");
+  int64_t dims = x.dim(), shared = 0, angles = 1, heads = 1;
+  bool fit = dims >= 1 && cos.dim() == dims && sin.sizes() == cos.sizes() &&
+             2 * cos.size(-1) <= x.size(-1);
+  for (int64_t d = 0; fit && d < dims - 1; ++d) {
+    if (shared == d && cos.size(d) == x.size(d)) ++shared, angles *= x.size(d);
+    else heads *= x.size(d), fit = cos.size(d) == 1;
+  }
+  TORCH_CHECK(fit, "cos ", cos.sizes(), " and sin ", sin.sizes(), " do not fit rows ", x.sizes());
+  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor in = x.contiguous(), c = cos.contiguous(), s = sin.contiguous();
+  auto run = [&](auto element) {
+    using E = decltype(element);
+    rotate_rows<E>(data<E>(in), c.const_data_ptr<float>(), s.const_data_ptr<float>(), angles,
+                   heads, x.size(-1), 2 * c.size(-1), inverse,
+                   static_cast<typename E::type*>(out.mutable_data_ptr()));
+  };
+  x.scalar_type() == at::kBFloat16 ? run(Bf16{}) : run(F32{});
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor");
   m.def(
       "mix(Tensor h, Tensor fn, Tensor base, Tensor scale, int iterations, float norm_eps, "
       "float hc_eps) -> (Tensor, Tensor, Tensor)");
@@ -284,6 +311,7 @@ TORCH_LIBRARY_FRAGMENT(dsv4_cpu, m) {
 }
 
 TORCH_LIBRARY_IMPL(dsv4_cpu, CPU, m) {
+  m.impl("rotate", &rotate);
   m.impl("scores", &scores);
   m.impl("pick", &pick);
   m.impl("mix", &mixing);

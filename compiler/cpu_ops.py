@@ -7,6 +7,7 @@ Numbers against the plain forms, in a bfloat16 model (float32 models: float32 th
 - `attend`: queries are multiplied as they are and the logits scaled, instead of scaled queries;
   probabilities stay float32 and are divided by their sum at the end, not before.
 - `scores`: products of queries and keys are exact, summed in float32; heads one by one.
+- `rotate`: float32 as there, rounded once; products and sums may be fused.
 - `mix`, `collapse`, `expand`: float32 as there; divisions as products with a reciprocal.
 Results of a token do not depend on the other tokens of the step, in any of them.
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compiler import cpu_build
-from dsv4 import mhc, ops
+from dsv4 import mhc, ops, rope
 from dsv4.config import Config
 from dsv4.norm import wide
 from dsv4.ops import PLAIN, Experts, Keys, Ops
@@ -81,6 +82,13 @@ def pick(scores_TE: Tensor, k: int) -> Tensor:
     return torch.ops.dsv4_cpu.pick(scores_TE, k)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """`rope.rotate` in one pass. Angles that a capture computes stand in memory for all layers."""
+    if x.dtype not in _TYPES or cos.dtype != torch.float32:
+        return rope.rotate(x, cos, sin, inverse=inverse)
+    return torch.ops.dsv4_cpu.rotate(x, cos, sin, inverse)
+
+
 def mix(p: Hyper, h_TMD: Tensor, cfg: Config) -> tuple[Tensor, Tensor, Tensor]:
     """`mhc.mix`: 16 tokens side by side."""
     if h_TMD.dtype not in _TYPES or cfg.streams > _MOST_STREAMS:
@@ -114,6 +122,10 @@ def _scores_shape(
 
 def _pick_shape(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
+
+
+def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _mix_shape(
@@ -159,6 +171,7 @@ def start(build_dir: Path) -> None:
             "attend": _attend_shape,
             "scores": _scores_shape,
             "pick": _pick_shape,
+            "rotate": _rotate_shape,
             "mix": _mix_shape,
             "collapse": _collapse_shape,
             "expand": _expand_shape,
@@ -177,6 +190,7 @@ def lowered(plain: Ops = PLAIN) -> Ops:
         attend=attend,
         scores=scores,
         pick=pick,
+        rotate=rotate,
         mix=mix,
         collapse=collapse,
         expand=expand,

@@ -7,7 +7,7 @@ sink runs over the union. Queries come in blocks of Z tokens that share one gath
 import torch
 from torch import Tensor
 
-from dsv4 import quant, rope
+from dsv4 import quant
 from dsv4.batch import Batch
 from dsv4.collectives import psum
 from dsv4.index import entry_rows
@@ -19,11 +19,12 @@ from dsv4.state import LayerPool
 
 def project(p: Attention, x_TD: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """Low-rank queries qr [T, R], queries q [T, H, C] and this step's key/value rows kv [T, C]."""
-    cfg, linear, rms = site.ctx.cfg, site.ctx.ops.linear, site.ctx.ops.rms
+    cfg, ops = site.ctx.cfg, site.ctx.ops
+    linear, rms = ops.linear, ops.rms
     qr = rms(linear(x_TD, p.wq_a), p.q_norm, cfg.norm_eps)
     q = linear(qr, p.wq_b).unflatten(-1, (-1, cfg.head_dim))
-    q = rope.rotate(rms(q, None, cfg.norm_eps), site.cos[:, None], site.sin[:, None])
-    kv = rope.rotate(rms(linear(x_TD, p.wkv), p.kv_norm, cfg.norm_eps), site.cos, site.sin)
+    q = ops.rotate(rms(q, None, cfg.norm_eps), site.cos[:, None], site.sin[:, None])
+    kv = ops.rotate(rms(linear(x_TD, p.wkv), p.kv_norm, cfg.norm_eps), site.cos, site.sin)
     if site.ctx.qat:
         kv = quant.round_kv(kv, cfg.rope_dim)
     return qr, q, kv
@@ -84,7 +85,7 @@ def attend(
     far = _compressed_keys(pool, picks, batch, site)
     spots = (batch.blocks, batch.place)
     o = site.ctx.ops.attend(q_THC, near, far, p.attn_sink, spots)
-    return rope.rotate(o, site.cos[:, None], site.sin[:, None], inverse=True)
+    return site.ctx.ops.rotate(o, site.cos[:, None], site.sin[:, None], inverse=True)
 
 
 def output(p: Attention, o_THC: Tensor, site: Site) -> Tensor:

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from dsv4 import quant, rope
+from dsv4 import quant
 from dsv4.batch import Batch
 from dsv4.params import Compressor
 from dsv4.site import Site, entry_row, window_row, write
@@ -107,7 +107,7 @@ def update(
         seq, entry = closes[:, 0], closes[:, 1]
         e = pool_groups(_groups(kg_T, cache, batch, site, closes), entry, site.plan.overlap)
         e = ctx.ops.rms(e.to(x_TD.dtype), p.norm, cfg.norm_eps)
-        e = rope.rotate(e, *site.angles(entry * rate))
+        e = ctx.ops.rotate(e, *site.angles(entry * rate))
         if ctx.qat:
             e = quant.round_index(e) if keys else quant.round_kv(e, cfg.rope_dim)
         row = entry_row(batch, seq, entry, site.page_tokens // rate)

@@ -6,7 +6,7 @@ Scores are computed only when a table can address more entries than the layer ke
 import torch
 from torch import Tensor
 
-from dsv4 import quant, rope
+from dsv4 import quant
 from dsv4.batch import Batch
 from dsv4.norm import wide
 from dsv4.ops import Keys
@@ -19,7 +19,7 @@ def queries(p: Indexer, x_TD: Tensor, qr_TR: Tensor, site: Site) -> tuple[Tensor
     """Indexer queries [T, I, J], and head weights [T, I], which are wide."""
     cfg, linear = site.ctx.cfg, site.ctx.ops.linear
     iq = linear(qr_TR, p.wq_b).unflatten(-1, (cfg.index_heads, cfg.index_dim))
-    iq = rope.rotate(iq, site.cos[:, None], site.sin[:, None])
+    iq = site.ctx.ops.rotate(iq, site.cos[:, None], site.sin[:, None])
     if site.ctx.qat:
         iq = quant.round_index(iq)
     scale = cfg.index_dim**-0.5 * cfg.index_heads**-0.5

@@ -6,6 +6,7 @@ expert segments, fused device kernels); a test holds each pair together.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from dsv4 import mhc
 from dsv4.config import Config
 from dsv4.norm import rms, wide
 from dsv4.params import Hyper
+from dsv4.rope import rotate
 
 _HEADS_AT_ONCE = 8  # bounds the [Z * heads, E] index scores held at a time
 
@@ -176,6 +178,12 @@ def score_rows(
     return torch.where(visible_UZE, total, -torch.inf)
 
 
+class Rotate(Protocol):
+    """What `rope.rotate` is called with."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """One lowering of each replaceable operator."""
@@ -190,6 +198,7 @@ class Ops:
     linear_wide: Callable[[Tensor, Tensor], Tensor] = linear_wide
     attend: Callable[[Tensor, Keys, Keys | None, Tensor, tuple[Tensor, Tensor]], Tensor] = attend
     scores: Callable[[Tensor, Tensor, Keys, Tensor], Tensor] = scores
+    rotate: Rotate = rotate
     mix: Callable[[Hyper, Tensor, Config], tuple[Tensor, Tensor, Tensor]] = mhc.mix
     collapse: Callable[[Tensor, Tensor], Tensor] = mhc.collapse
     expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = mhc.expand
