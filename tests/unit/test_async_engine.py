@@ -30,6 +30,8 @@ class Counter:
     params: Params
     gate: threading.Event
     draft: None = None
+    fit: None = None
+    fit_draft: None = None
 
     def step(self, params: Params, pools: Pools, batch: Batch) -> tuple[StepOut, Pools]:
         """As the runtime calls it."""
