@@ -8,11 +8,11 @@ Inductor's cache directory is `folder` while it writes or reads there, and the u
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 _PROGRAM = "program.bin"
 _KERNELS = "kernels"  # what inductor writes: the program finds its machine code here
@@ -32,6 +32,13 @@ def cxx() -> str:
     return cpp_builder.get_cpp_compiler()
 
 
+def _cache_in(folder: Path) -> AbstractContextManager[None]:
+    # Importing inductor takes 1.6 s, which commands that compile nothing must not pay.
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    return temporary_cache_dir(str(folder))
+
+
 def probe(folder: Path) -> None:
     """Let inductor ask, once per process, what this CPU can do; it keeps its probes in `folder`.
 
@@ -39,7 +46,7 @@ def probe(folder: Path) -> None:
     """
     from torch._inductor import cpu_vec_isa
 
-    with temporary_cache_dir(str(folder)):
+    with _cache_in(folder):
         cpu_vec_isa.pick_vec_isa()
 
 
@@ -48,7 +55,7 @@ def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callab
 
     Dims that may vary are marked on the tensors of `args` by the caller.
     """
-    with temporary_cache_dir(str(folder / _KERNELS)):
+    with _cache_in(folder / _KERNELS):
         jitted = torch.compile(fn, fullgraph=True, dynamic=False)
         compiled = jitted.aot_compile((args, {}))  # type: ignore[attr-defined]
         compiled.save_compiled_function(str(folder / _PROGRAM))
@@ -57,5 +64,5 @@ def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callab
 
 def load(_fn: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     """The program saved in `folder`. Nothing is compiled, if `folder` is as `build` left it."""
-    with temporary_cache_dir(str(folder / _KERNELS)), (folder / _PROGRAM).open("rb") as file:
+    with _cache_in(folder / _KERNELS), (folder / _PROGRAM).open("rb") as file:
         return torch.compiler.load_compiled_function(file)
