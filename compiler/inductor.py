@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+# The calls between kernels are compiled too: interpreted they take as long as a token's kernels. The
+# shapes they would assert, of what operators return, are held by tests (`torch.library.opcheck`).
+_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
+
 _PROGRAM = "program.bin"
 _KERNELS = "kernels"  # what inductor writes: the program finds its machine code here
 
@@ -56,7 +60,7 @@ def build(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Callab
     Dims that may vary are marked on the tensors of `args` by the caller.
     """
     with _cache_in(folder / _KERNELS):
-        jitted = torch.compile(fn, fullgraph=True, dynamic=False)
+        jitted = torch.compile(fn, fullgraph=True, dynamic=False, options=_OPTIONS)
         compiled = jitted.aot_compile((args, {}))  # type: ignore[attr-defined]
         compiled.save_compiled_function(str(folder / _PROGRAM))
     return compiled
