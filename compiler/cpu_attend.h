@@ -34,11 +34,73 @@ struct Queries {
   int64_t u, z, heads, width, stride;
 };
 
+// Probabilities as `mix` reads them: float32, or bfloat16 with the pairs of a unit exchanged. The
+// instruction adds the second product of a pair first, each with a rounding of its own: so the sum
+// is one chain in the order of the keys, and keys of probability 0 change nothing wherever they are.
+inline float probability(const float* p, F32, int64_t s) { return p[s]; }
+inline float probability(const float* p, Bf16, int64_t s) {
+  uint32_t pair;
+  std::memcpy(&pair, p + s / 2, sizeof pair);
+  return Bf16::load_float(s % 2 ? pair << 16 : pair & 0xffff0000u);
+}
+
+// Lays out a row in place, of which every number is one of E's already.
+inline void lay_row(float*, int64_t, F32) {}
+inline void lay_row(float* row, int64_t wide_keys, Bf16) {
+  typedef uint32_t half __attribute__((vector_size(32)));
+  for (int64_t s = 0; s < wide_keys; s += kLanes) {
+    vu u = load<vu>(row + s);
+    half first = __builtin_shufflevector(u, u, 0, 2, 4, 6, 8, 10, 12, 14);
+    half second = __builtin_shufflevector(u, u, 1, 3, 5, 7, 9, 11, 13, 15);
+    store(row + s / 2, (first & 0xffff0000u) | (second >> 16));
+  }
+}
+
+#ifdef __AVX512BF16__
+// `mix` of bfloat16, two keys at a time. The key beside an odd last one has probability 0.
+template <int M>
+inline void mix_pairs(const float* const* p, const uint16_t* const* v, int64_t keys, int64_t c,
+                      vf (*out)[kMixed]) {
+  typedef uint16_t vh __attribute__((vector_size(64)));
+  vf acc[M][kMixed];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) acc[m][j] = vf{};
+  for (int64_t s = 0; s < keys; s += 2) {
+    vh one = load<vh>(v[s] + c), two = load<vh>(v[s + 1 < keys ? s + 1 : s] + c);
+    __builtin_prefetch(v[s + kAhead] + c);
+    __builtin_prefetch(v[s + kAhead + 1] + c);
+    vu b[kMixed] = {
+        (vu)__builtin_shufflevector(two, one, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7,
+                                    39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15,
+                                    47),
+        (vu)__builtin_shufflevector(two, one, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22,
+                                    54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30,
+                                    62, 31, 63)};
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      uint32_t a;
+      std::memcpy(&a, p[m] + s / 2, sizeof a);
+#pragma GCC unroll 2
+      for (int j = 0; j < kMixed; ++j) acc[m][j] = Bf16::add(acc[m][j], a, b[j]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kMixed; ++j) out[m][j] = acc[m][j];
+}
+#endif
+
 // out[m][j] = sum over s of p[m][s] * v[s][c + 16 j ...], float32. Values are widened as they come,
 // so a tile is high and narrow: 12 rows share the work on two vectors of values.
 template <class E, int M>
 inline void mix(const float* const* p, const typename E::type* const* v, int64_t keys, int64_t c,
                 vf (*out)[kMixed]) {
+#ifdef __AVX512BF16__
+  if constexpr (E::per == 2) return mix_pairs<M>(p, v, keys, c, out);
+#endif
   vf acc[M][kMixed];
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m)
@@ -51,7 +113,7 @@ inline void mix(const float* const* p, const typename E::type* const* v, int64_t
     __builtin_prefetch(v[s + kAhead] + c);  // rows are far apart: the processor cannot guess them
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      float a = p[m][s];
+      float a = probability(p[m], E{}, s);
 #pragma GCC unroll 2
       for (int j = 0; j < kMixed; ++j) acc[m][j] += a * b[j];
     }
@@ -71,7 +133,8 @@ inline void mix_end(int rows, const float* const* p, const typename E::type* con
       vf acc{};
       int64_t at = c + j * kLanes;
       if (at < width)
-        for (int64_t s = 0; s < keys; ++s) acc += p[m][s] * E::widen(v[s] + at, width - at);
+        for (int64_t s = 0; s < keys; ++s)
+          acc += probability(p[m], E{}, s) * E::widen(v[s] + at, width - at);
       out[m][j] = acc;
     }
 }
@@ -87,7 +150,8 @@ inline void mixed(int rows, const float** p, const typename E::type* const* v, i
   return mix<E, 12>(p, v, keys, c, out);
 }
 
-// Logits to exp(logit * scale - top), 0 where not visible. Returns top, at least `sink`.
+// Logits to exp(logit * scale - top) rounded to E, 0 where not visible. Returns top, at least `sink`.
+template <class E>
 inline float exponentials(float* row, const int32_t* mask, int64_t wide_keys, float scale,
                           float sink) {
   vf most = spread(sink), none = spread(-std::numeric_limits<float>::infinity());
@@ -99,8 +163,11 @@ inline float exponentials(float* row, const int32_t* mask, int64_t wide_keys, fl
   }
   float top = sink;
   for (int i = 0; i < kLanes; ++i) top = most[i] > top ? most[i] : top;
-  for (int64_t s = 0; s < wide_keys; s += kLanes)
-    store(row + s, exponential(load<vf>(row + s) - top));
+  for (int64_t s = 0; s < wide_keys; s += kLanes) {
+    typename E::type e[kLanes];
+    E::narrow(e, exponential(load<vf>(row + s) - top), kLanes);
+    store(row + s, E::widen(e, kLanes));
+  }
   return top;
 }
 
@@ -144,7 +211,7 @@ void attend_rows(const Scene<E>& s, int64_t r0, int64_t rows, typename E::type* 
     float sink = in.sink[r % in.heads];
     float* row = logits + i * s.wide_keys;
     float top =
-        exponentials(row, s.mask + r / in.heads * s.wide_keys, s.wide_keys, scale, sink);
+        exponentials<E>(row, s.mask + r / in.heads * s.wide_keys, s.wide_keys, scale, sink);
     inverse[i] = exponential(spread(sink - top))[0];
   }
   tiles<kRows>(rows, [&](int64_t t0, int m_count) {  // sums one by one, in the order of the keys
@@ -153,6 +220,7 @@ void attend_rows(const Scene<E>& s, int64_t r0, int64_t rows, typename E::type* 
       for (int m = 0; m < m_count; ++m) sum[m] += logits[(t0 + m) * s.wide_keys + k];
     for (int m = 0; m < m_count; ++m) inverse[t0 + m] = 1.0f / (sum[m] + inverse[t0 + m]);
   });
+  for (int64_t i = 0; i < rows; ++i) lay_row(logits + i * s.wide_keys, s.wide_keys, E{});
   vf sums[kMixRows][kMixed];
   for (int64_t c = 0; c < in.width; c += kMixed * kLanes)
     tiles<kMixRows>(rows, [&](int64_t t0, int m_count) {

@@ -5,7 +5,8 @@ Numbers against the plain forms, in a bfloat16 model (float32 models: float32 th
 - `experts`: gate and up are not rounded before the activation and w2's results not before the sum
   over k; the activation is rounded to bfloat16 once before w2, as there.
 - `attend`: queries are multiplied as they are and the logits scaled, instead of scaled queries;
-  probabilities stay float32 and are divided by their sum at the end, not before.
+  probabilities are divided by their sum at the end, not before, and rounded to bfloat16 before
+  they multiply values (spec 10.5: P is of the model dtype); their sum is that of the rounded ones.
 - `scores`: products of queries and keys are exact, summed in float32; heads one by one.
 - `rotate`: float32 as there, rounded once; products and sums may be fused.
 - `mix`, `collapse`, `expand`: float32 as there; divisions as products with a reciprocal.

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-# The calls between kernels are compiled too: interpreted they take as long as a token's kernels. The
-# shapes they would assert, of what operators return, are held by tests (`torch.library.opcheck`).
-_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
+# The calls between kernels are compiled too: interpreted they take as long as a token's kernels.
+# What they would assert, the shapes that operators return, tests hold (`torch.library.opcheck`).
+_OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "size_asserts": False, "alignment_asserts": False}
 
 _PROGRAM = "program.bin"
 _KERNELS = "kernels"  # what inductor writes: the program finds its machine code here
