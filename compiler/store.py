@@ -84,11 +84,11 @@ class Store:
         return platformdirs.user_cache_path("dsv4").absolute()
 
     @contextlib.contextmanager
-    def open(self, key: Key) -> Iterator[Entry]:
+    def open(self, key: Key, *, counted: bool = True) -> Iterator[Entry]:
         """The entry of `key`: whole, or an empty folder that is kept if it is left without error.
 
         Load inside all that is needed: an entry that is not open may be pruned. A thread must not
-        open a key that it has open.
+        open a key that it has open. What is no graph should not be `counted` as one.
         """
         entry, held = self._begin(key)
         start_s, grew = time.monotonic(), False
@@ -98,7 +98,8 @@ class Store:
                 entry = self._complete(key, entry, time.monotonic() - start_s)
             elif held is not None:
                 grew = self._grew(entry)
-            self._count(entry, grew)
+            if counted:
+                self._count(entry, grew)
         except BaseException as error:
             if held is not None and not entry.found:
                 self._abandon(key, held, error)
@@ -109,7 +110,7 @@ class Store:
         if grew:
             self._grow(key.digest)
 
-    def use(self, key: Key, build: Callable[[Entry], T]) -> T:
+    def use(self, key: Key, build: Callable[[Entry], T], *, counted: bool = True) -> T:
         """`build(entry)` with the entry open; once more if the store was what failed it.
 
         That is: the disk failed while it was built, or it was found whole and yet cannot be used;
@@ -117,12 +118,12 @@ class Store:
         """
         entry = None
         try:
-            with self.open(key) as entry:
+            with self.open(key, counted=counted) as entry:
                 return build(entry)
         except Exception as error:
             if entry is None or not self._is_at_fault(key, entry, error):
                 raise
-        with self.open(key) as entry:
+        with self.open(key, counted=counted) as entry:
             return build(entry)
 
     def entries(self) -> list[Stored]:

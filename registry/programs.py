@@ -69,7 +69,8 @@ def compile_model(
     parts = process_parts(model.backend.name, make.version(), cxx=make.cxx())
     probe = make.probe
     if probe is not None:
-        store.use(Key.of({"step": "probes of the CPU"}, parts), lambda entry: probe(entry.files))
+        key = Key.of({"step": "probes of the CPU"}, parts)
+        store.use(key, lambda entry: probe(entry.files), counted=False)
     example = _Example(model, served(model.cfg, depth), depth, page_tokens, store, parts)
     steps = Programs(steps_of, example.seal_step, strict=strict)
     made = [steps]
