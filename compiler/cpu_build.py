@@ -4,7 +4,10 @@ The library's folder is named by a hash of everything it is made from (sources, 
 compiler, the processor), so a changed one is another library and an old one is never loaded.
 """
 
+import atexit
+import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -13,6 +16,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from compiler.store import distrust
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "dsv4_cpu"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-Wno-ignored-attributes")
@@ -34,6 +41,9 @@ def missing() -> str | None:
         return f"torch's extension loader needs a package that is not installed: {error.name}"
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler: {compiler!r} is not on the PATH"
+    told = subprocess.run([compiler, "--version"], capture_output=True)
+    if told.returncode:
+        return f"the C++ compiler does not work: {compiler} --version exits with {told.returncode}"
     if shutil.which("ninja") is None:
         return "there is no ninja on the PATH, which torch's extension loader builds with"
     return None
@@ -64,21 +74,48 @@ def library(build_dir: Path) -> Path:
     problem = missing()
     if problem is not None:
         raise RuntimeError(f"cannot build the CPU kernels: {problem}")
+    build_dir.mkdir(parents=True, exist_ok=True)
+    why = distrust(build_dir)
+    if why is not None:
+        log.warning("kernels in %s are not loaded, but built for this process: %s", build_dir, why)
+        build_dir = Path(tempfile.mkdtemp(prefix="dsv4-kernels-"))
+        atexit.register(shutil.rmtree, build_dir, ignore_errors=True)
     folder = build_dir / f"cpu_kernels_{fingerprint(_compiler())}"
     file = folder / f"{NAMESPACE}.so"
-    if file.exists():
+    if folder.exists() and not _is_whole(file):
+        log.warning("%s is damaged: it is built again", file)
+        with tempfile.TemporaryDirectory(dir=build_dir) as aside, contextlib.suppress(OSError):
+            os.rename(folder, Path(aside) / "damaged")
+    if folder.exists():
         return file
-    build_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build_dir) as aside:
         _compile(Path(aside))
+        built = Path(aside) / file.name
+        _sum_of(built).write_text(_digest(built), encoding="ascii")
         try:
             os.rename(aside, folder)
         except OSError:  # another process was first, with the same content
-            if not file.exists():
+            if not _is_whole(file):
                 raise
         else:
             Path(aside).mkdir()  # for the end of `with`
     return file
+
+
+def _sum_of(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether every byte is as it was built: a library that is not kills the process."""
+    try:
+        return _sum_of(file).read_text(encoding="ascii") == _digest(file)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _compile(folder: Path) -> None:

@@ -7,6 +7,7 @@ differs in shape, dtype, stride or structure is an error that names the guard, n
 Inductor's cache directory is `folder` while it writes or reads there, and the user's otherwise.
 """
 
+import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,10 +24,14 @@ _KERNELS = "kernels"  # what inductor writes: the program finds its machine code
 
 
 def version() -> str:
-    """All about inductor that changes what it writes for a graph: torch, and its settings."""
+    """All about inductor that changes what it writes for a graph: torch, and its settings.
+
+    Its own hash of them also covers the working directory and the number of cores.
+    """
     from torch._inductor import config
 
-    return f"{torch.__version__} {config.get_hash().hex()}"
+    settings = sorted(config.save_config_portable().items())
+    return f"{torch.__version__} {hashlib.sha256(repr(settings).encode()).hexdigest()}"
 
 
 def cxx() -> str:
