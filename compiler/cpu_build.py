@@ -5,7 +5,6 @@ compiler, the processor), so a changed one is another library and an old one is 
 """
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
@@ -13,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -67,28 +67,39 @@ def fingerprint(compiler: str) -> str:
 
 
 def library(build_dir: Path) -> Path:
-    """The kernels' library below `build_dir`, built if it is not there. Raises RuntimeError.
+    """The kernels' library below `build_dir`, built if it is not there whole. Raises RuntimeError.
 
-    It is built aside and renamed into place, so that no process meets half a library.
+    Where nothing can be kept, or others may write, it is built for this process alone, and the log
+    says so.
     """
     problem = missing()
     if problem is not None:
         raise RuntimeError(f"cannot build the CPU kernels: {problem}")
-    build_dir.mkdir(parents=True, exist_ok=True)
-    why = distrust(build_dir)
-    if why is not None:
-        log.warning("kernels in %s are not loaded, but built for this process: %s", build_dir, why)
-        build_dir = Path(tempfile.mkdtemp(prefix="dsv4-kernels-"))
-        atexit.register(shutil.rmtree, build_dir, ignore_errors=True)
-    folder = build_dir / f"cpu_kernels_{fingerprint(_compiler())}"
+    name = f"cpu_kernels_{fingerprint(_compiler())}"
+    try:
+        build_dir.mkdir(parents=True, exist_ok=True)
+        why = distrust(build_dir)
+        if why is None:
+            return _kept(build_dir / name)
+    except OSError as error:
+        why = str(error)
+    log.warning("CPU kernels are not kept in %s, but built for this process: %s", build_dir, why)
+    own = Path(tempfile.mkdtemp(prefix="dsv4-kernels-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return _kept(own / name)
+
+
+def _kept(folder: Path) -> Path:
+    """The library in `folder`: built aside and renamed, so that no process meets half of one."""
     file = folder / f"{NAMESPACE}.so"
-    if folder.exists() and not _is_whole(file):
-        log.warning("%s is damaged: it is built again", file)
-        with tempfile.TemporaryDirectory(dir=build_dir) as aside, contextlib.suppress(OSError):
-            os.rename(folder, Path(aside) / "damaged")
-    if folder.exists():
+    if _is_whole(file):
         return file
-    with tempfile.TemporaryDirectory(dir=build_dir) as aside:
+    if folder.exists():
+        log.warning("%s is damaged: it is built again", file)
+        # Unless another process is first.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as aside, suppress(FileNotFoundError):
+            os.rename(folder, Path(aside) / "damaged")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
         _compile(Path(aside))
         built = Path(aside) / file.name
         _sum_of(built).write_text(_digest(built), encoding="ascii")

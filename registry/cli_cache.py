@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     folder = Store.default_root() if args.cache_dir is None else Path(args.cache_dir).expanduser()
     actions: dict[str, Callable[[Store, argparse.Namespace], int]]
     actions = {"ls": _list, "verify": _verify, "prune": _prune}
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"the cache directory {folder} is a file; give a folder")
     return actions[args.action](Store(folder), args)
 
 

@@ -79,7 +79,7 @@ def explain(
         **({"pools": pools_report.facts(plan(stored, dtype))} if plan else {}),
         "weights": weights,
         "backend": _backend(backend),
-        "refuses": {"now": _now(weights), "if": _if(cfg)},
+        "refuses": {"now": _now(weights, backend), "if": _if(cfg)},
     }
 
 
@@ -253,13 +253,16 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
-def _now(weights: dict[str, Any] | None) -> list[str]:
+def _now(weights: dict[str, Any] | None, backend: str) -> list[str]:
     """What makes `build` refuse this very model."""
     faults = (weights or {}).get("faults", {})
-    return [
+    told = [
         f"{kind.replace('_', ' ')}: {told['count']}, first {told['shown'][0]}"
         for kind, told in faults.items()
     ]
+    name = backends.record(backend).name
+    lacks = backends.states()[name]
+    return [*told, f"backend {name}: {lacks}"] if lacks else told
 
 
 def _if(cfg: Config) -> list[str]:

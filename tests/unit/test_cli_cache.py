@@ -255,3 +255,13 @@ def test_k3_no_other_tools_folder_is_set(tmp_path: Path) -> None:
         command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "xdg")
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "prune"])
+def test_a_file_is_no_cache(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    more = ["--all"] if action == "prune" else []
+    told = fails(capsys, action, *more, "--cache-dir", str(tmp_path / "file"))
+    assert f"the cache directory {tmp_path}/file is a file; give a folder" in told

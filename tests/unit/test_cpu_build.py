@@ -61,7 +61,18 @@ def test_nothing_is_loaded_from_a_folder_that_others_write(
         file = cpu_build.library(tmp_path)
     assert tmp_path not in file.parents
     assert len(built) == 2
-    assert "are not loaded, but built for this process: every user may write to it" in caplog.text
+    assert "built for this process: every user may write to it" in caplog.text
+
+
+def test_where_nothing_can_be_kept_it_is_built_for_this_process(
+    tmp_path: Path, built: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        file = cpu_build.library(tmp_path / "file" / "kernels")
+    assert file.read_bytes() == b"machine code"
+    assert f"CPU kernels are not kept in {tmp_path}/file/kernels" in caplog.text
+    assert len(built) == 1
 
 
 def test_a_compiler_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

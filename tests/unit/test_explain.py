@@ -58,6 +58,12 @@ def test_the_released_models_are_sized_without_weights(
     assert facts["refuses"]["now"] == []
 
 
+def test_a_backend_that_cannot_run_here_is_a_refusal() -> None:
+    (told,) = explain("tiny", backend="torchair")["refuses"]["now"]
+    assert told.startswith("backend torchair: ")
+    assert "torch_npu" in told
+
+
 def leaf_is(leaf: Any) -> bool:
     """A routed expert's tensor: stored as fp4."""
     return isinstance(leaf, table.Leaf) and leaf.stored == "fp4"
