@@ -191,11 +191,6 @@ def test_digits_of_several_entries(capsys: pytest.CaptureFixture[str], store: St
     assert "2 of 2 entries" in fails(capsys, "verify", "", "--cache-dir", str(store.root))
 
 
-def test_a_root_that_is_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert "Not a directory" in fails(capsys, "ls", "--cache-dir", str(tmp_path / "file"))
-
-
 @pytest.mark.parametrize(
     ("spec", "seconds"),
     [("30d", 30 * 86400), ("1.5h", 5400), ("2w", 14 * 86400), (" 90s ", 90), ("5m", 300)],
