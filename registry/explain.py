@@ -68,6 +68,7 @@ def explain(
     found = resolve(raw, architecture, registry)
     cfg = found.reading.cfg
     weights = _weights(folder, cfg)
+    runs = _backend(backend)
     stored = dataclasses.replace(cfg, mtp=cfg.mtp if (weights or {}).get("drafts", True) else 0)
     return {
         "source": origin,
@@ -78,8 +79,8 @@ def explain(
         "cache": _cache(cfg, dtype),
         **({"pools": pools_report.facts(plan(stored, dtype))} if plan else {}),
         "weights": weights,
-        "backend": _backend(backend),
-        "refuses": {"now": _now(weights, backend), "if": _if(cfg)},
+        "backend": runs,
+        "refuses": {"now": _now(weights, runs), "if": _if(cfg)},
     }
 
 
@@ -253,16 +254,15 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
-def _now(weights: dict[str, Any] | None, backend: str) -> list[str]:
+def _now(weights: dict[str, Any] | None, backend: dict[str, Any]) -> list[str]:
     """What makes `build` refuse this very model."""
     faults = (weights or {}).get("faults", {})
     told = [
         f"{kind.replace('_', ' ')}: {told['count']}, first {told['shown'][0]}"
         for kind, told in faults.items()
     ]
-    name = backends.record(backend).name
-    lacks = backends.states()[name]
-    return [*told, f"backend {name}: {lacks}"] if lacks else told
+    lacks = backend["missing"][backend["name"]]
+    return [*told, f"backend {backend['name']}: {lacks}"] if lacks else told
 
 
 def _if(cfg: Config) -> list[str]:

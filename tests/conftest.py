@@ -8,6 +8,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from compiler.cpu_build import missing
+from compiler.cpu_ops import cpu_ops
+from dsv4.ops import Ops
+
 torch.set_num_threads(1)
 
 settings.register_profile("dsv4", deadline=None, max_examples=25)
@@ -21,6 +25,13 @@ settings.load_profile("dsv4-ci" if os.environ.get("CI") else "dsv4")
 def _seed() -> None:
     """Once per test function, not per hypothesis example: properties draw their own seed."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    """The operators as CPU kernels, built once for all tests."""
+    assert missing() is None, missing()
+    return cpu_ops(tmp_path_factory.mktemp("cpu"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,19 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.cpu_build import missing
-from compiler.cpu_ops import cpu_ops
 from dsv4 import ops
 from dsv4.ops import Keys, Ops
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    assert missing() is None, missing()
-    return cpu_ops(tmp_path_factory.mktemp("cpu"))
 
 
 class Scene:

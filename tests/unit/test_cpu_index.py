@@ -6,19 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiler.cpu_build import missing
-from compiler.cpu_ops import cpu_ops
 from dsv4 import ops
 from dsv4.ops import Keys, Ops
 
 BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    assert missing() is None, missing()
-    return cpu_ops(tmp_path_factory.mktemp("cpu"))
 
 
 # The choice.

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.cpu_build import missing
 from compiler.cpu_layout import lay_out, prepare, rows_of
-from compiler.cpu_ops import cpu_ops
 from compiler.segments import experts_by_segment
 from dsv4 import ops, table, tree
 from dsv4.mesh import P
@@ -24,12 +22,6 @@ from tests import tiny
 BF16, F32 = torch.bfloat16, torch.float32
 E = 2.0**-24
 pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    assert missing() is None, missing()
-    return cpu_ops(tmp_path_factory.mktemp("cpu"))
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:

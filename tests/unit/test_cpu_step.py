@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compiler.cpu_build import missing
 from compiler.cpu_layout import prepare
-from compiler.cpu_ops import cpu_ops
 from dsv4 import model, ops
 from dsv4.context import Ctx
 from dsv4.ops import Ops
@@ -15,12 +13,6 @@ from tests import tiny
 
 BF16, F32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    assert missing() is None, missing()
-    return cpu_ops(tmp_path_factory.mktemp("cpu"))
 
 
 @torch.no_grad()
@@ -78,14 +70,15 @@ def test_a_model_on_the_kernels(fast: Ops, dtype: torch.dtype) -> None:
         got = logits_of(cfg, prepare(params, cfg), fast, ids)
         size = max(size, exact.abs().max().item())
         if dtype == F32:
-            assert (got - exact).abs().max() <= 2e-5 * size
+            assert (got - exact).abs().max() <= 2e-5 * exact.abs().max()
             continue
         mine.append((got - exact).square().mean(-1))
         theirs.append((logits_of(cfg, params, ops.PLAIN, ids) - exact).square().mean(-1))
     if dtype == BF16:
         own, plain = torch.cat(mine), torch.cat(theirs)
         assert own.median() <= 1.5 * plain.median()
-        assert (own > 20 * plain.median()).double().mean() <= 0.15
+        assert (own > 20 * plain.median()).double().mean() <= 0.1
+        assert own.mean().sqrt() <= 0.1 * size
         assert own.max().sqrt() <= 0.2 * size
 
 
